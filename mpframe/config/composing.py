@@ -165,7 +165,7 @@ def paths(config: DictConfig) -> set[str]:
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:
     """Search the words of a command line for what Hydra could not compose."""
-    source = source_of(flags, words)
+    source = source_of(flags)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == source.name:
         names = [file.stem for folder in source.own_folders for file in folder.glob("*.yaml")]
         hint = nearest(source.name, names) or "add --config-dir=FOLDER"

@@ -1,6 +1,6 @@
 """The words of a command line: Hydra's flags, `option=value`, and where Hydra composes from.
 
-    --config-dir=FOLDER    is searched before the shipped conf/, like hydra.searchpath
+    --config-dir=FOLDER    is searched before the shipped conf/
     --config-path=FOLDER   replaces the shipped conf/
     --config-name=NAME     the primary configuration in one of them
 
@@ -10,11 +10,11 @@ All commands take these three flags. Hydra parses the overrides, and a few are r
 import argparse
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import ClassVar, NoReturn
 
 from hydra import initialize_config_dir, initialize_config_module
 from hydra._internal.utils import get_args_parser
@@ -25,9 +25,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf import DictConfig
 
 from mpframe.config import CONF
 from mpframe.config.schema import ONE_TARGET
@@ -56,7 +54,7 @@ def take_source(
     for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
         parser.add_argument(*flag.split("/"))
     flags, words = _parse_flags(parser, arguments, advice)
-    return source_of(flags, words), words
+    return source_of(flags), words
 
 
 def _parse_flags(
@@ -189,7 +187,6 @@ def _choose_users_targets(words: list[str]) -> list[str]:
 PRIMARY = "config"
 """The name of the shipped primary configuration."""
 _PACKAGE = "pkg://"
-_SEARCHED = "hydra.searchpath"
 
 
 @dataclass(frozen=True)
@@ -197,7 +194,6 @@ class Source:
     name: str = PRIMARY  # the primary configuration's
     place: str = str(CONF)  # an absolute folder, or `pkg://` and a package
     further: str | None = None  # an absolute folder that is also searched
-    searched: tuple[str, ...] = ()  # hydra.searchpath: `file://FOLDER` or `pkg://PACKAGE`
 
     @property
     def own_folders(self) -> list[Path]:
@@ -205,59 +201,36 @@ class Source:
         named = [place for place in (self.place, self.further) if place]
         return [Path(p) for p in named if _PACKAGE not in p and not _is_shipped(p)]
 
-    @property
-    def first(self) -> list[str]:
-        """The places searched before the shipped conf/, whose files win over shipped ones."""
-        if not _is_shipped(self.place):
-            return []
-        named = [f"file://{self.further}"] if self.further else []
-        places = [place for place in (*named, *self.searched) if not _is_shipped(place)]
-        for file in (f"{place.removeprefix('file://')}/{PRIMARY}.yaml" for place in places):
-            if self.name == PRIMARY and os.path.exists(file):
-                raise ConfigError(
-                    f"{file}: would replace mpframe's; rename it and add --config-name=NAME"
-                )
-        return places
-
 
 def _is_shipped(place: str) -> bool:
-    path = place.removeprefix("file://")
-    return place == f"{_PACKAGE}mpframe.conf" or Path(path).resolve() == CONF
+    return place == f"{_PACKAGE}mpframe.conf" or Path(place).resolve() == CONF
 
 
-def source_of(flags: argparse.Namespace, words: Sequence[str]) -> Source:
+def source_of(flags: argparse.Namespace) -> Source:
+    """Return what the flags name. ConfigError: a file there would replace mpframe's config.yaml."""
     place = str(flags.config_path or CONF)
     source = Source(
         name=str(flags.config_name or PRIMARY).removesuffix(".yaml"),
         place=place if _PACKAGE in place else str(Path(place).absolute()),
         further=str(Path(flags.config_dir).absolute()) if flags.config_dir else None,
     )
-    given = [o.value() for o in parse_words([w for w in words if w.startswith(f"{_SEARCHED}=")])]
-    found = given[0] if given else _read_searched(source)
-    return replace(source, searched=tuple(map(str, found)) if isinstance(found, list) else ())
-
-
-def _read_searched(source: Source) -> Any:
-    """Return what a user's primary configuration adds; Hydra reports its mistakes."""
-    for folder in source.own_folders:
-        with suppress(OSError, YAMLError, OmegaConfBaseException):
-            config = OmegaConf.load(folder / f"{source.name}.yaml")
-            return list(OmegaConf.select(config, _SEARCHED) or ())
-    return []
+    if source.name == PRIMARY and _is_shipped(source.place):
+        for file in (folder / f"{PRIMARY}.yaml" for folder in source.own_folders):
+            if file.exists():
+                raise ConfigError(
+                    f"{file}: would replace mpframe's; rename it and add --config-name=NAME"
+                )
+    return source
 
 
 def stand_ins(hydra: DictConfig) -> Iterator[str]:
-    """Yield a line for each of a user's files that replaces a shipped one, or that is not used."""
+    """Yield a line for each of a user's files that replaces a shipped one."""
     folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
     for group, choice in hydra.runtime.choices.items():
         name = f"{group}/{choice}.yaml"
         folder = next((f for f in folders if os.path.isfile(f"{f}/{name}")), str(CONF))
         if not _is_shipped(folder) and (CONF / name).is_file():
             yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
-    theirs = [Path(folder) for folder in folders if not _is_shipped(folder)]
-    unused = [file for folder in theirs for file in folder.glob("*.yaml")]
-    if unused and hydra.job.config_name == PRIMARY:
-        yield f"{unused[0]} is not used; --config-name={unused[0].stem} begins with it"
 
 
 def words_again(hydra: DictConfig) -> list[str]:
@@ -272,7 +245,7 @@ def words_again(hydra: DictConfig) -> list[str]:
         words.append(f"--config-name={hydra.job.config_name}")
     given = [word for word in hydra.overrides.hydra if not word.startswith("hydra.mode=")]
     if hydra.mode is RunMode.MULTIRUN:  # The others say where and how the jobs run.
-        given = [word for word in given if word.startswith(f"{_SEARCHED}=")]
+        given = [word for word in given if word.startswith("hydra.searchpath=")]
     words += given
     return [*dict.fromkeys(words), *hydra.overrides.task]
 
@@ -288,7 +261,7 @@ def hydra_over(source: Source) -> Iterator[None]:
     package = source.place.removeprefix(_PACKAGE).replace("/", ".")
     settings = {"version_base": "1.3", "job_name": "train"}
     with (
-        own_folders_first(source),
+        own_folder_first(source),
         initialize_config_module(package, **settings)
         if source.place.startswith(_PACKAGE)
         else initialize_config_dir(source.place, **settings),
@@ -297,25 +270,25 @@ def hydra_over(source: Source) -> Iterator[None]:
 
 
 @contextmanager
-def own_folders_first(source: Source) -> Iterator[None]:
-    """Context manager in which Hydra's search path has the user's folders before mpframe's."""
-    Plugins.instance().register(_OwnFolders)
-    _OwnFolders.first = source.first
-    _OwnFolders.last = source.further
+def own_folder_first(source: Source) -> Iterator[None]:
+    """Context manager in which Hydra searches the folder of --config-dir before mpframe's."""
+    Plugins.instance().register(_OwnFolder)
+    _OwnFolder.source = source
     try:
         yield
     finally:
-        _OwnFolders.first, _OwnFolders.last = [], None
+        _OwnFolder.source = Source()
 
 
-class _OwnFolders(SearchPathPlugin):
-    """A plugin, because Hydra puts the folders of --config-dir and hydra.searchpath last."""
+class _OwnFolder(SearchPathPlugin):
+    """A plugin, because Hydra searches the folder of --config-dir last."""
 
-    first: ClassVar[list[str]] = []
-    last: ClassVar[str | None] = None
+    source: ClassVar[Source] = Source()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for place in self.first:
-            search_path.prepend("own", place, "main")  # Directly before "main".
-        if self.last:
-            search_path.append("command-line", f"file://{self.last}")
+        if self.source.further and not _is_shipped(self.source.further):
+            place = f"file://{self.source.further}"
+            if _is_shipped(self.source.place):
+                search_path.prepend("command-line", place, "main")  # Directly before "main".
+            else:
+                search_path.append("command-line", place)

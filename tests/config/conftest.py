@@ -45,8 +45,6 @@ def own_folder(tmp_path: Path) -> Path:
         "recipe/short": "# @package _global_\ntrainer: {epochs: 1}\n",
         "model/mlp": "_target_: mpframe.workloads.images.mlp\nhidden: 7\n",
         "experiment/digits_mlp": "# @package _global_\ndefaults: [override /model: mlp]\nseed: 5\n",
-        "other/searching": f"defaults: [config, _self_]\n"
-        f"hydra: {{searchpath: [file://{tmp_path}/own]}}\n",
     }
     for name, text in files.items():
         path = tmp_path / "own" / f"{name}.yaml"

@@ -148,15 +148,8 @@ def test_any_command_line_ends_well_or_in_one_line(cases: int, started: Any, cap
         assert capsys.readouterr().err == "", words
 
 
-PLACES = [
-    *("--config-dir own", "-cd={}/other --config-name=searching"),
-    "--config-dir={}/other hydra.searchpath=[file://{}]",
-]
-
-
-@pytest.mark.parametrize("flags", PLACES)
 def test_a_users_file_stands_first_and_is_told(
-    flags: str, own_folder: Path, started: Any, monkeypatch: Patch
+    own_folder: Path, started: Any, monkeypatch: Patch
 ) -> None:
     said, keep = set(), job_module._train
 
@@ -165,43 +158,25 @@ def test_a_users_file_stands_first_and_is_told(
         return keep(job, own)
 
     monkeypatch.setattr(job_module, "_train", told)
-    words = [*flags.format(own_folder, own_folder).split(), "experiment=digits_mlp"]
+    words = ["--config-dir", "own", "experiment=digits_mlp"]
     (config,) = started(*words)
     assert (config.model.hidden, config.seed) == (7, 5)
     names = ("model=mlp", "experiment=digits_mlp")
     files = [
         f"{n}: {n.replace('=', '/')}.yaml stands for mpframe's file of that name" for n in names
     ]
-    assert said >= {*files}
-    unused = [line for line in said if "is not used; --config-name=" in line]
-    assert len(unused) == len(said) - 2 == ("searching" not in flags)
+    assert said == {*files}
     (job,) = jobs(words)
     assert (job.config.model["hidden"], job.config.run.seed) == (7, 5)
 
 
-def test_a_users_folders_are_searched_in_hydras_order(own_folder: Path, tmp_path: Path) -> None:
-    """That of --config-dir, then those of hydra.searchpath, the first one first."""
-    further = tmp_path / "further"
-    (further / "model").mkdir(parents=True)
-    (further / "model" / "mlp.yaml").write_text("_target_: my.mlp\nhidden: 9\n")
-    for flags, hidden in {
-        f"--config-dir={own_folder} hydra.searchpath=[file://{further}]": 7,
-        f"--config-dir={further} hydra.searchpath=[file://{own_folder}]": 9,
-        f"hydra.searchpath=[file://{own_folder},file://{further}]": 7,
-        f"hydra.searchpath=[file://{further},file://{own_folder}]": 9,
-    }.items():
-        (job,) = jobs([*flags.split(), "model=mlp"])
-        assert job.config.model["hidden"] == hidden
-
-
 @pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
-@pytest.mark.parametrize("flag", ["--config-dir={}", "hydra.searchpath=[file://{}]"])
-def test_no_config_yaml_stands_in(flag: str, more: list[str], tmp_path: Path, started: Any) -> None:
+def test_no_config_yaml_stands_in(more: list[str], tmp_path: Path, started: Any) -> None:
     """It may be that of a checkpoint, or of another program."""
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     line = f"{tmp_path}/config.yaml: would replace mpframe's; rename it and add --config-name=NAME"
     with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
-        started(flag.format(tmp_path), *more)
+        started(f"--config-dir={tmp_path}", *more)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from mpframe.config.overrides import (
     PRIMARY,
     Source,
     hydra_over,
-    own_folders_first,
+    own_folder_first,
     parse_flags,
     rewrite,
     source_of,
@@ -64,13 +64,13 @@ def _train() -> None:
     arguments = sys.argv[1:]
     sys.argv[1:] = prepare(of_this_rank(arguments))
     flags, words = parse_flags(arguments)
-    source = source_of(flags, words)
+    source = source_of(flags)
     only_prints = flags.cfg or flags.info or flags.help or flags.hydra_help
     secrets = _find_secrets(source, words) if flags.cfg or flags.resolve else []
     shown = _printing(secrets) if only_prints else nullcontext()
     jobs = Jobs()
     try:
-        with _raise_errors(), shown, own_folders_first(source):
+        with _raise_errors(), shown, own_folder_first(source):
             hydra.main(config_path=str(CONF), config_name=PRIMARY, version_base="1.3")(jobs)()
     except SystemExit as ended:
         if isinstance(ended.__cause__, MpframeError):  # From the callback that checks the job.
@@ -90,7 +90,7 @@ def of_this_rank(arguments: list[str]) -> list[str]:
     flags, words = parse_flags(arguments)
     if flags.multirun:
         raise sweep_of_ranks("-m")
-    source = source_of(flags, words)
+    source = source_of(flags)
     with hydra_over(source):
         separate(compose_words(rewrite(words), source.name).trainer.parallel)
     return arguments if place().rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
