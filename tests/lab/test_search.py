@@ -115,7 +115,7 @@ def test_the_command_writes_which_stay_and_proves_it(tmp_path: Path, capsys: Sho
     fault = "model._target_=test_search.one_fault +model.inputs=64 +model.classes=10 dtype=mixed"
     products = "model._target_=test_search.spiky dtype=mixed_bf16 dtype/products=nvfp4 target=1e-9"
     for words, kept, others, pins, said in (
-        (fault, "fp32", "half", {"3": "fp32"}, "found: 1 of 6 modules in fp32"),
+        (fault, "fp32", "float16", {"3": "fp32"}, "found: 1 of 6 modules in fp32"),
         (products, "half", "nvfp4", dict.fromkeys("1357", "none"),
          "found: 4 of 4 modules in half, gradients 0, loss 0\n"),
     ):  # fmt: skip

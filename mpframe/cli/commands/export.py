@@ -31,14 +31,13 @@ not mpframe's must be named again: model._target_=my_pkg.Net. onnx needs pip ins
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from mpframe import checkpoint
-from mpframe.checkpoint import Snapshot, export, export_graph, huggingface
+from mpframe.checkpoint import export, export_graph, huggingface
 from mpframe.checkpoint.export import FORMATS, GRAPHS
 from mpframe.checkpoint.export_graph import DTYPES
 from mpframe.checkpoint.state import KINDS, read_validated_kind, weights_of
@@ -70,87 +69,63 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint to export, read and rounded."""
-
-    options: dict[str, str]  # of the command
-    given: list[str]  # words that change the run's options
-    folder: Path  # of the checkpoint
-    snapshot: Snapshot  # its content
-    tensors: dict[str, Tensor]  # the weights in the format asked for
-    saturated: dict[str, int]  # how many values of each were clamped
-
-
 @command
 def main(arguments: list[str]) -> None:
     options, given = _check(arguments)
-    out = Path(options["out"])
-    taken = huggingface.refuse_taken if options["format"] == _FOLDER else export.refuse_taken
+    out, form, dtype = Path(options["out"]), options["format"], options["weights_dtype"]
+    taken = huggingface.refuse_taken if form == _FOLDER else export.refuse_taken
     taken(out, options["overwrite"] == "true")
-    if options["format"] == "onnx":
+    if form == "onnx":
         export_graph.require_onnx()
-    source = _read(options, given)
-    facts = _facts_of(source)
-    if options["format"] == _FOLDER:
-        model = _build(source, facts)
-        export_graph.load_exported(model, source.tensors, options["weights_dtype"])
+    path = checkpoint_of(Path(options["checkpoint"]))
+    snapshot, folder = checkpoint.read(path), checkpoint.newest(path)
+    kind = options["weights"] or read_validated_kind(snapshot.state)
+    weights = weights_of(snapshot.state, kind, folder)
+    tensors, saturated = export_graph.convert_weights(weights, dtype)
+    facts = export.facts_of(snapshot, folder)
+    precise = dtype_name(DTYPES[dtype])
+    facts["weights"] = {"kind": kind, "dtype": precise, "saturated": saturated}
+    if form in GRAPHS:  # Refused before the model is built.
+        facts["computes_in"] = precise
+        facts["inputs"] = export_graph.graph_inputs(facts, dtype)
+    model = None
+    if form in (*GRAPHS, _FOLDER):
+        config = config_of(snapshot.config, folder / "config.yaml", given)
+        facts["model"] = export.model_facts(config.model)
+        model = build_model(config)
+    if form == _FOLDER and model is not None:
+        export_graph.load_exported(model, tensors, dtype)
         with writing(out):
             library = huggingface.write_folder(out, model, _without_secrets(facts))
         guide = f"a {library} model, and its README.md"
     else:
-        content = _content(source, facts)
+        content = _content(options, model, tensors, facts)
         with writing(out):
-            export.write(out, content, options["format"], _without_secrets(facts))
+            export.write(out, content, form, _without_secrets(facts))
         guide = export.beside(out).name
-    say(printable(_text(source, out, facts, guide)))
+    say(printable(_text(options, len(tensors), facts, guide)))
 
 
-def _read(options: dict[str, str], given: list[str]) -> Source:
-    path = checkpoint_of(Path(options["checkpoint"]))
-    snapshot, folder = checkpoint.read(path), checkpoint.newest(path)
-    options = {**options, "weights": options["weights"] or read_validated_kind(snapshot.state)}
-    weights = weights_of(snapshot.state, options["weights"], folder)
-    converted = export_graph.convert_weights(weights, options["weights_dtype"])
-    return Source(options, given, folder, snapshot, *converted)
-
-
-def _facts_of(source: Source) -> dict[str, Any]:
-    """Return the sidecar, with a graph's inputs and the format it computes in."""
-    options, facts = source.options, export.facts_of(source.snapshot, source.folder)
-    dtype = dtype_name(DTYPES[options["weights_dtype"]])
-    kind = options["weights"]
-    facts["weights"] = {"kind": kind, "dtype": dtype, "saturated": source.saturated}
-    if options["format"] in GRAPHS:
-        facts["computes_in"] = dtype
-        facts["inputs"] = export_graph.graph_inputs(facts, options["weights_dtype"])
-    return facts
-
-
-def _content(source: Source, facts: dict[str, Any]) -> bytes:
-    form, tensors = source.options["format"], source.tensors
-    if form == "state_dict":
-        return export.as_state_dict(tensors)
-    if form == "safetensors":
+def _content(
+    options: dict[str, str],
+    model: nn.Module | None,
+    tensors: dict[str, Tensor],
+    facts: dict[str, Any],
+) -> bytes:
+    """Return the bytes of a file of weights, or of a graph, whose inputs go into the facts."""
+    if model is None:
+        if options["format"] == "state_dict":
+            return export.as_state_dict(tensors)
         return export.as_safetensors(tensors, _without_secrets(facts))
-    model = _build(source, facts)
     inputs = export_graph.without_labels(facts["inputs"], model)
-    dynamic = source.options["dynamic"] and parse_words([f"dynamic={source.options['dynamic']}"])
+    dynamic = options["dynamic"] and parse_words([f"dynamic={options['dynamic']}"])
     sizes = export_graph.open_sizes(inputs, dynamic[0].value() if dynamic else None)
-    dtype = source.options["weights_dtype"]
-    graph = export_graph.trace_model(model, tensors, dtype, inputs, sizes)
+    graph = export_graph.trace_model(model, tensors, options["weights_dtype"], inputs, sizes)
     facts["inputs"] = export_graph.describe_inputs(graph, inputs, sizes)
     words = export.as_json(_without_secrets(facts))
-    if form == "onnx":
+    if options["format"] == "onnx":
         return export_graph.as_onnx(graph, words, facts["inputs"])
     return export_graph.as_pt2(graph, words)
-
-
-def _build(source: Source, facts: dict[str, Any]) -> nn.Module:
-    """Build the model, and note its class and arguments as they are now."""
-    config = config_of(source.snapshot.config, source.folder / "config.yaml", source.given)
-    facts["model"] = export.model_facts(config.model)
-    return build_model(config)
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
@@ -178,15 +153,14 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, given
 
 
-def _text(source: Source, out: Path, facts: dict[str, Any], guide: str) -> str:
-    options, held = source.options, source.saturated
+def _text(options: dict[str, str], count: int, facts: dict[str, Any], guide: str) -> str:
+    held, dtype = facts["weights"]["saturated"], options["weights_dtype"]
     worst = sorted(held, key=lambda name: -held[name])
-    count, dtype = len(source.tensors), options["weights_dtype"]
     beyond = f"; {sum(held.values())} values beyond the range of {dtype} are held at its end "
     unknown = [key for key in ("inputs", "preprocessing", "class_names") if facts[key] is None]
     return (
-        f"{out}: {count} tensors in {dtype}, weights {options['weights']}, step "
-        f"{facts['run']['step']}"
+        f"{options['out']}: {count} tensors in {dtype}, weights "
+        f"{facts['weights']['kind']}, step {facts['run']['step']}"
         + f"{beyond}({few(worst, 5)})" * bool(held)
         + f"; {guide} says how to use them"
         + f", but for {', '.join(unknown)}, which the run did not know" * bool(unknown)

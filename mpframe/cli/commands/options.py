@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpframe.cli.program import command, refuse_words, take_own
+from mpframe.config.check import as_typed
 from mpframe.config.schema import SECTIONS, GroupOptions, JointOptions, RunOptions
 from mpframe.core.ranges import Range
 from mpframe.files.durable import refuse_unwritable, write_atomically
@@ -50,9 +51,9 @@ def _row(path: str, field: Any) -> list[str]:
     return [cell.replace("|", "or") for cell in [*cells, field.metadata["sentence"]]]
 
 
-def _default(field: Any) -> Any:
+def _default(field: Any) -> str:
     value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return as_typed(value)
 
 
 @command

@@ -30,19 +30,18 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
 from mpframe.cli.restored import Restored, checkpoint_of, restore_run, run_folder
-from mpframe.core.callback import Callback
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
@@ -52,7 +51,6 @@ from mpframe.files.durable import atomic_file, refuse_unwritable
 from mpframe.files.text import printable, say
 from mpframe.run.parts import evaluation_loader
 from mpframe.training.prediction import OUTPUTS, Columns, Predictions
-from mpframe.training.trainer import Trainer
 
 _OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")
 _CHOICES = {
@@ -61,21 +59,6 @@ _CHOICES = {
     "weights": KINDS,
     "overwrite": ("true", "false"),
 }
-
-
-@dataclass(frozen=True)
-class Samples:
-    dataset: Dataset[Any]
-    source: str  # in messages and file names, e.g. `val`
-    names: Sequence[str] | None = None  # of each sample, or None if they are numbered
-
-
-class _Bar(Callback):
-    def __init__(self, bar: "tqdm[Any]") -> None:
-        self._bar = bar
-
-    def on_prediction_step(self, trainer: Trainer) -> None:
-        self._bar.update(1)
 
 
 @command
@@ -88,39 +71,52 @@ def main(arguments: list[str]) -> None:
     if "out" in options:
         _refuse_file(Path(options["out"]), overwrite)
     path = Path(options["checkpoint"])
-    pictures = None if folder is None else _Pictures(folder)
-    task_of = None if pictures is None else pictures.task
+    paths = None if folder is None else list_unlabelled(Path(folder))
+    task_of = None if paths is None else partial(_make_task, paths, str(folder))
     run = restore_run(checkpoint_of(path, split), given, options.get("weights"), task_of)
-    samples = _part(run.task, split) if pictures is None else pictures.samples(run.task)
-    name = f"predictions_{samples.source}_step_{run.step:08d}.csv"
+    part = "folder" if paths else split or ("val" if run.task.test is None else "test")
+    name = f"predictions_{part}_step_{run.step:08d}.csv"
     out = Path(options.get("out") or run_folder(path) / name)
     _refuse_file(out, overwrite)
-    count = predict(run, samples, out, options.get("outputs"))
+    names = None if paths is None else [str(Path(p).relative_to(str(folder))) for p in paths]
+    count = predict(run, part, out, options.get("outputs"), names)
     said = (
-        f"{path}, step {run.step}: {count} predictions of {samples.source} "
+        f"{path}, step {run.step}: {count} predictions of {part} "
         f"({run.trainer.precision} on {device_of(run.trainer.model)}, weights {run.weights}); "
         f"written to {out}"
     )
     say(printable(said))
 
 
-def predict(run: Restored, samples: Samples, out: Path, outputs: str | None = None) -> int:
-    """Write a row for each sample, in their order, and return how many.
+def predict(
+    run: Restored, part: str, out: Path, outputs: str | None, names: Sequence[str] | None
+) -> int:
+    """Write a row for each sample of a part, in their order, and return how many.
 
-    The `.csv` file appears whole or not at all. `outputs`: `class`, `probabilities`
-    or `raw`, by default the one that fits. The run's metrics and callbacks are replaced.
+    The `.csv` file appears whole or not at all. `outputs`: `class`, `probabilities` or `raw`, by
+    default the one that fits. `names` are those of the samples of `folder`, instead of numbers. The
+    run's metrics and callbacks are replaced.
     """
-    loader = evaluation_loader(run.config, run.task, samples.dataset, samples.source)
+    dataset: Any = run.task.val if part == "folder" else getattr(run.task, part)
+    if dataset is None:
+        raise ConfigError("split=test: the dataset has no test part; use split=val")
+    if hasattr(dataset, "unaugmented"):
+        dataset = dataset.unaugmented()
+    loader = evaluation_loader(run.config, run.task, dataset, part)
     # The bar is on stderr, if that is a terminal.
     bar = tqdm(total=len(loader), unit="batch", disable=None, leave=False)
-    with closing(loader), bar, writing(out), _table(out) as write:
-        named = {"samples": samples.names, "class_names": run.task.class_names}
-        targets = samples.names is None
-        predictions = Predictions(write, outputs=outputs, targets=targets, **named)
+    with closing(loader), bar, writing(out), _table(out) as write_rows:
+
+        def write(batch: Columns) -> None:
+            write_rows(batch)
+            bar.update()
+
+        named = {"samples": names, "class_names": run.task.class_names}
+        predictions = Predictions(write, outputs=outputs, targets=names is None, **named)
         trainer = run.trainer
-        written = {"predictions": lambda: predictions}
-        trainer.evaluator = replace(trainer.evaluator, metrics=written, monitor="loss")
-        trainer.callbacks = {"bar": _Bar(bar)}
+        metrics = {"predictions": lambda: predictions}
+        trainer.evaluator = replace(trainer.evaluator, metrics=metrics, monitor="loss")
+        trainer.callbacks = {}
         trainer.evaluate(loader)
     return predictions.count
 
@@ -152,59 +148,33 @@ def _refuse_file(out: Path, overwrite: bool) -> None:
     refuse_unwritable("out", out.parent)
 
 
-def _part(task: Task, split: str | None) -> Samples:
-    """Return a part of the run's dataset, not augmented."""
-    split = split or ("val" if task.test is None else "test")
-    dataset: Any = getattr(task, split)
-    if dataset is None:
-        raise ConfigError("split=test: the dataset has no test part; use split=val")
-    if hasattr(dataset, "unaugmented"):
-        dataset = dataset.unaugmented()
-    return Samples(dataset, split)
+def _make_task(paths: tuple[str, ...], folder: str, facts: Mapping[str, Any]) -> Task:
+    """Make the task of images, prepared as a checkpoint says those it was trained on were."""
+    told = facts["preprocessing"] or {}
+    try:
+        mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
+        side, width = told["size"]
+        channels = len(mean)
+        fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
+    except (LookupError, TypeError, ValueError):
+        fits = False
+    if not fits or not isinstance(side, int):
+        raise _make_error(
+            folder,
+            "the checkpoint does not say how an image is prepared, as the Task of its dataset did "
+            "not (preprocessing with size, mean and std)",
+        )
+    shapes = [given["shape"] for given in facts["inputs"] or ()]
+    if shapes != [[None, channels, side, side]]:
+        size = f"{channels} x {side} x {side}"
+        raise _make_error(folder, f"the model takes something else than images of {size} alone")
+    listing = Listing((), paths, torch.zeros(len(paths), dtype=torch.int64))
+    images = FileImages(listing, (channels, side), Normalize(mean, std), "none")
+    return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
 
 
-class _Pictures:
-    """The images below a folder, prepared as the run's dataset prepared its own."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._paths = list_unlabelled(Path(name))
-
-    def task(self, facts: Mapping[str, Any]) -> Task:
-        """Make the task of these images, by what a checkpoint says of those it was trained on."""
-        shape, normalize = self._preparation(facts)
-        listing = Listing((), self._paths, torch.zeros(len(self._paths), dtype=torch.int64))
-        images = FileImages(listing, shape, normalize, "none")
-        return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
-
-    def samples(self, task: Task) -> Samples:
-        names = [str(Path(path).relative_to(self._name)) for path in self._paths]
-        return Samples(task.val, "folder", names)
-
-    def _preparation(self, facts: Mapping[str, Any]) -> tuple[tuple[int, int], Normalize]:
-        """Return channels and side of the model's images, and how their pixels are normalised."""
-        told = facts["preprocessing"] or {}
-        try:
-            mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
-            side, width = told["size"]
-            channels = len(mean)
-            fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
-        except (LookupError, TypeError, ValueError):
-            fits = False
-        if not fits or not isinstance(side, int):
-            raise self._make_error(
-                "the checkpoint does not say how an image is prepared, as the Task of its dataset "
-                "did not (preprocessing with size, mean and std)"
-            )
-        shapes = [given["shape"] for given in facts["inputs"] or ()]
-        if shapes != [[None, channels, side, side]]:
-            images = f"images of {channels} x {side} x {side} alone"
-            raise self._make_error(f"the model takes something else than {images}")
-        return (channels, side), Normalize(mean, std)
-
-    def _make_error(self, reason: str) -> ConfigError:
-        way_out = "use split, with a dataset over the folder"
-        return ConfigError(f"folder={self._name}: {reason}; {way_out}")
+def _make_error(folder: str, reason: str) -> ConfigError:
+    return ConfigError(f"folder={folder}: {reason}; use split, with a dataset over the folder")
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:

@@ -41,7 +41,7 @@ from mpframe.config.composing import check_config
 from mpframe.config.overrides import pin_words
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
-from mpframe.core.ranges import POSITIVE, make_range_error, require_whole
+from mpframe.core.ranges import POSITIVE, require, require_whole
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable, write_atomically
@@ -67,15 +67,13 @@ class Aim:
     pin: str  # keeps a module
     kept: str  # the format of a kept module and of the whole reference, in words
     others: str  # the format of all others
-    format: str  # what the others compute in
 
     @classmethod
     def of(cls, config: Config) -> Self:
         dtype = config.dtype
         if dtype.products == NO_PRODUCTS:
-            return cls("fp32", "fp32", "half", dtype.half)
-        kept = "fp32" if dtype.mode == "fp32" else "half"
-        return cls(NO_PRODUCTS, kept, dtype.products, dtype.products)
+            return cls("fp32", "fp32", dtype.half)
+        return cls(NO_PRODUCTS, "fp32" if dtype.mode == "fp32" else "half", dtype.products)
 
     def reference(self, config: Config) -> Config:
         """Return the options of the run with every module kept."""
@@ -92,14 +90,13 @@ changes the sign before a ReLU, or which of two values is the maximum, a whole g
 @command
 def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, _OPTIONS)
-    _, composed = compose_named(given)
-    config = check_config(composed)
+    config = check_config(compose_named(given)[1])
     if config.dtype.mode == "fp32" and config.dtype.products == NO_PRODUCTS:
         raise ConfigError("dtype.mode=fp32: nothing is in half; choose dtype=mixed or dtype=amp")
-    target = _number(options, "target", TARGET[config.dtype.half])
-    batches = _whole(options, "batches", 4)
-    steps = _whole(options, "prove", 100, least=0)
-    seeds = _whole(options, "seeds", 3)
+    target = require("target", _given(options, "target", TARGET[config.dtype.half]), POSITIVE)
+    batches = require_whole("batches", _given(options, "batches", 4))
+    steps = require_whole("prove", _given(options, "prove", 100), least=0)
+    seeds = require_whole("seeds", _given(options, "seeds", 3))
     out = Path(options.get("out") or f"runs/search/{time.strftime('%Y-%m-%d_%H-%M-%S')}")
     refuse_unwritable("out", out)
     found = search(config, target, batches)
@@ -194,7 +191,7 @@ def ops_yaml(config: Config, found: SearchResult) -> str:
     modules = {**config.ops.modules, **dict.fromkeys(found.pinned, aim.pin)}
     head = (
         f"# The modules that stay in {aim.kept} for a relative gradient error <= {found.target:g} "
-        f"in {aim.format}.\n# It is {found.reached.worst:.3g}; "
+        f"in {aim.others}.\n# It is {found.reached.worst:.3g}; "
         f"with nothing in {aim.kept} {found.all_half.worst:.3g}.\n"
     )
     lists = {name: list(getattr(config.ops, name)) for name in ("allow", "deny", "infer")}
@@ -209,7 +206,7 @@ def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
     of_all = f"{len(found.pinned)} of {len(found.modules)} modules in {aim.kept}"
     sets = {", ".join(names) or f"none in {aim.kept}": e for names, e in found.trail.items()}
     parts = [
-        f"# What must stay in {aim.kept} ({config.dtype.mode}, {aim.format})",
+        f"# What must stay in {aim.kept} ({config.dtype.mode}, {aim.others})",
         f"Relative error of the gradients against {aim.kept}; target {found.target:g}, loss scale "
         f"2^{math.log2(found.scale):g}.",
         f"- all in {aim.others}: {_format_error(found.all_half)}\n"
@@ -217,7 +214,7 @@ def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
         + "".join(f"\n    - `{name}`" for name in found.pinned),
         f"    {pins}" if pins else f"Nothing needs to stay in {aim.kept}.",
         *_table(f"Modules, each alone in {aim.others}, the worst first", found.modules),
-        *_table("Ops, each alone in half, the worst first", found.ops),
+        *_table(f"Ops, each alone in {aim.others}, the worst first", found.ops),
         "## Sets that were tried",
         "\n".join(f"- {_format_error(error)}: {names}" for names, error in sets.items()),
         *(_prove_section(proof, aim.kept) if proof else []),
@@ -262,19 +259,9 @@ def _format_error(error: RelativeError) -> str:
     return f"gradients {error.gradients:.3g}, loss {error.loss:.3g}"
 
 
-def _number(options: Mapping[str, str], name: str, default: float) -> float:
-    text = options.get(name, default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not POSITIVE.holds(value):
-        raise make_range_error(name, text, f"a number {POSITIVE}")
-    return value
-
-
-def _whole(options: Mapping[str, str], name: str, default: int, least: int = 1) -> int:
-    value: int | str = options.get(name, str(default))
+def _given(options: Mapping[str, str], name: str, default: float) -> object:
+    """Return the number given for an option, or the text if it is none."""
+    text = options.get(name, str(default))
     with suppress(ValueError):
-        value = int(value)
-    return require_whole(name, value, least)
+        return type(default)(text)
+    return text
