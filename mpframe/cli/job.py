@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -82,10 +83,9 @@ class Jobs:
             sys.exit(print_error(RunInterrupted(error.received), job))
         if hydra.runtime.choices["hydra/sweeper"] != "basic" or not at_home:
             raise JobError(f"{job}{error}") from error
-        again = str(error) in map(str, self._failures)
         self._failures.append(error)
         if isinstance(error, MpframeError):
-            print_error(MpframeError("the same error") if again else error, job)
+            print_error(error, job)
         else:
             traceback.print_exception(error)
 
@@ -114,10 +114,8 @@ def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
     config, folder = check_config(composed), Path(hydra.runtime.output_dir)
     if hydra.mode is not RunMode.MULTIRUN:
         return _metric(_run(config, composed, hydra))
-    if place().rank:  # Rank 0 has the turn.
-        return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
-    # Two jobs of a sweep may be the same, and run at the same time.
-    with turn_in(folder):
+    # Two jobs of a sweep may be the same, and run at the same time. Of the ranks, 0 has the turn.
+    with nullcontext() if place().rank else turn_in(folder):
         return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
 
 

@@ -10,7 +10,6 @@ It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time
 """
 
 import atexit
-import math
 import os
 import signal
 import sys
@@ -26,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from mpframe.cli.job import print_error
 from mpframe.config.overrides import word_of
 from mpframe.config.redaction import as_yaml, secrets_of, values_of
-from mpframe.config.sweep import axes, make_stop_error, words_of, words_of_sweep
+from mpframe.config.sweep import make_stop_error
 from mpframe.files.durable import write_atomically
 from mpframe.files.text import say
 
@@ -36,12 +35,10 @@ class SweepTable(Callback):
 
     def __init__(self) -> None:
         self._folder = Path()
-        self._planned = 0
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _pin_sweep_dir(config)
         self._folder = Path(config.hydra.sweep.dir).absolute()
-        self._planned = _count_jobs(config)
         # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
@@ -65,7 +62,7 @@ class SweepTable(Callback):
 
         jobs = write_table(self._folder)
         if jobs:
-            say(as_text(self._folder, jobs, self._planned))
+            say(as_text(self._folder, jobs))
 
 
 def _say_on_signal(folder: Path) -> None:
@@ -76,13 +73,6 @@ def _say_on_signal(folder: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-
-
-def _count_jobs(config: DictConfig) -> int:
-    """Return how many jobs the sweep has, 0 if its sweeper decides."""
-    if config.hydra.runtime.choices["hydra/sweeper"] != "basic":
-        return 0
-    return math.prod(map(len, axes(words_of_sweep(config), words_of(config, "hydra"))))
 
 
 def _pin_sweep_dir(config: DictConfig) -> None:

@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 from fixtures import Patch, Shown
 from in_process import train
-from omegaconf import OmegaConf
 from processes import command, plugin, statuses, summaries
 
 from mpframe.cli.commands import doctor, evaluate
 from mpframe.cli.commands import train as train_command
-from mpframe.cli.job import Jobs
-from mpframe.core.errors import MpframeError
 
 STEPS = ["trainer.max_steps=2", "callbacks.progress_bar=null"]
 SMALL = ["model=mlp", "model.hidden=4", *STEPS]
@@ -47,16 +44,6 @@ def test_a_job_that_fails_is_one_line_and_the_others_go_on(here: Path) -> None:
     assert done.stderr == f"mpframe: job 0: {why}\n"
     # Python may keep what it compiled of the module.
     assert {path.name for path in here.iterdir() if path.is_dir()} - {"__pycache__"} == {"out"}
-
-
-def test_an_error_is_not_repeated_for_each_job(capsys: Shown) -> None:
-    jobs, basic = Jobs(), {"choices": {"hydra/sweeper": "basic"}}
-    jobs._sweep = True
-    for number, text in enumerate(("no disk", "no room", "no disk")):
-        job = OmegaConf.create({"job": {"num": number}, "runtime": basic})
-        jobs._fail(MpframeError(text), job)
-    lines = ("job 0: no disk", "job 1: no room", "job 2: the same error")
-    assert capsys.readouterr().err == "".join(f"mpframe: {line}\n" for line in lines)
 
 
 def test_a_flag_of_hydra_answers_and_help_shows_first_what_is_changed_most(

@@ -29,15 +29,10 @@ from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
 from mpframe.training.trainer import Trainer
 
-_OF_UPDATES = ("trainer.clip_norm", "trainer.clip_value", "trainer.ema_decay")
-
 
 @command
 def main(arguments: list[str]) -> None:
     options, given = take_own(arguments, ("run", "step"), "run")
-    for word in given:
-        if word.lstrip("+~").partition("=")[0] in _OF_UPDATES:
-            raise ConfigError(f"{word}: has no part in an autopsy, which updates no weight")
     folder = _evidence_in(Path(options["run"]), options.get("step"))
     report = of_evidence(folder, given)
     say(report.text(write_report(folder, report)))

@@ -99,17 +99,15 @@ def write_table(folder: Path) -> list[JobRow]:
     return jobs
 
 
-def as_text(folder: Path, jobs: Sequence[JobRow], planned: int = 0) -> str:
-    """Write the table as aligned text. The last line counts the planned jobs, if they are known."""
+def as_text(folder: Path, jobs: Sequence[JobRow]) -> str:
+    """Write the table as aligned text."""
     title, rows = _readable(jobs)
     finished, pruned = (
         sum(job.status == status for job in jobs) for status in (Status.FINISHED, Status.PRUNED)
     )
     where = os.path.relpath(folder / "sweep.md")
-    missing = max(0, planned - len(jobs))
     ended = f", {pruned} pruned" if pruned else ""
-    never = f", {missing} never began" if missing else ""
-    last = f"{finished} of {len(jobs) + missing} jobs finished{ended}{never}; "
+    last = f"{finished} of {len(jobs)} jobs finished{ended}; "
     last += f"this table: {where} and sweep.csv beside it"
     return f"\n{title}{align(rows)}\n{_reasons(jobs)}{last}"
 
