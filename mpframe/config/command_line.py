@@ -39,7 +39,6 @@ from mpframe.config.sweep import (
     leave_out,
     refuse_unfit_choices,
     words_of,
-    words_of_sweep,
 )
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
@@ -54,7 +53,7 @@ def prepare(arguments: list[str]) -> list[str]:
     if flags.shell_completion:
         return arguments
     given = [argument for argument in arguments if argument not in words]
-    place = source_of(flags, words).place
+    place = source_of(flags).place
     if flags.config_path not in (None, place):
         given.append(f"--config-path={place}")  # Hydra would look beside its program's file.
     # Words go first: a flag whose value was left out would take the next word for it.
@@ -135,7 +134,8 @@ def _refuse_words(config: DictConfig, start: str, reason: str) -> None:
 
 
 def _check_sweep(config: DictConfig, name: str) -> None:
-    words = words_of_sweep(config)
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}  # a file's, for the sweeper
+    words = [*(f"{key}={value}" for key, value in params.items()), *words_of(config, "task")]
     leave_out(config, [o.key_or_group for o in parse_words(words) if not o.is_sweep_override()])
     given = words_of(config, "hydra")
     swept = axes(words, given, draws=not _is_basic(config, "sweeper"), name=name)

@@ -39,48 +39,43 @@ def option(default: Any, sentence: str, unit: str = "", measure: str = "", **lim
 watching_option = partial(option, watches=True)
 
 
-# Names that other libraries use for a mode or an option, or that one may guess, and what to write.
-OTHER_NAMES = {
-    **dict.fromkeys(("fp16", "float16", "half"), "dtype=mixed or dtype=amp"),
-    **dict.fromkeys(("bf16", "bfloat16"), "dtype=mixed_bf16 or dtype=amp_bf16"),
-    **dict.fromkeys(("16-mixed", "16", "O1"), "dtype=amp"),
-    **dict.fromkeys(("bf16-mixed",), "dtype=amp_bf16"),
-    **dict.fromkeys(("O2", "mixed_fp16", "16-true"), "dtype=mixed"),
-    **dict.fromkeys(("bf16-true",), "dtype=mixed_bf16"),
-    **dict.fromkeys(("float32", "32", "32-true", "O0"), "dtype=fp32"),
-    **dict.fromkeys(("fp8", "float8"), "dtype=mixed_bf16 dtype.products=fp8_tensorwise"),
-    **{name: f"dtype=mixed_bf16 dtype.products={name}" for name in ("mxfp8", "mxfp4", "nvfp4")},
-    **dict.fromkeys(
-        ("iter_size", "gradient_accumulation_steps", "accumulate_grad_batches"),
-        "trainer.accumulate=N",
-    ),
-    "O3": "dtype=mixed ops=none dtype.master_weights=false loss_scaling=none",
-    **dict.fromkeys(("precision", "mixed_precision", "opt_level"), "dtype=CHOICE"),
-    **dict.fromkeys(
-        ("max_grad_norm", "gradient_clip_val", "grad_clip"), "trainer.clip_norm=NUMBER"
-    ),
-    "learning_rate": "optimizer.lr=NUMBER",
-    "accelerator": "device=NAME",
-    "strategy": "trainer.parallel=CHOICE",
-    **dict.fromkeys(("num_gpus", "use_horovod", "devices"), "torchrun --nproc-per-node N"),
-    "ranks": "torchrun --nproc-per-node N (mpframe plan takes nodes=N, gpus=N and memory=SIZE)",
-    **dict.fromkeys(("lr_policy", "lr_scheduler", "lr_scheduler_type"), "scheduler=CHOICE"),
-    "autopsy": "callbacks.autopsy=null",
-    **dict.fromkeys(("numerics", "numerics.every"), "callbacks.ranges.every=N"),
-    "profile": "callbacks.profile.enabled=true",
-    "progress": "callbacks.progress_bar.shown=CHOICE",
-    "size": "+size=small",
+# What to write instead of names that other libraries use for a mode or an option, or that one may
+# guess, in lower case.
+_INSTEAD = {
+    "dtype=fp32": "float32 32 32-true o0",
+    "dtype=amp": "16-mixed 16 o1",
+    "dtype=mixed": "o2 mixed_fp16 16-true",
+    "dtype=mixed or dtype=amp": "fp16 float16 half",
+    "dtype=mixed ops=none dtype.master_weights=false loss_scaling=none": "o3",
+    "dtype=amp_bf16": "bf16-mixed",
+    "dtype=mixed_bf16": "bf16-true",
+    "dtype=mixed_bf16 or dtype=amp_bf16": "bf16 bfloat16",
+    "dtype=mixed_bf16 dtype.products=fp8_tensorwise": "fp8 float8",
+    **{f"dtype=mixed_bf16 dtype.products={name}": name for name in ("mxfp8", "mxfp4", "nvfp4")},
+    "dtype=CHOICE": "precision mixed_precision opt_level",
+    "trainer.accumulate=N": "iter_size gradient_accumulation_steps accumulate_grad_batches",
+    "trainer.clip_norm=NUMBER": "max_grad_norm gradient_clip_val grad_clip",
+    "trainer.parallel=CHOICE": "strategy",
+    "torchrun --nproc-per-node N": "num_gpus use_horovod devices ranks",
+    "device=NAME": "accelerator",
+    "optimizer.lr=NUMBER": "learning_rate",
+    "scheduler=CHOICE": "lr_policy lr_scheduler lr_scheduler_type",
+    "callbacks.autopsy=null": "autopsy",
+    "callbacks.ranges.every=N": "numerics numerics.every",
+    "callbacks.profile.enabled=true": "profile",
+    "callbacks.progress_bar.shown=CHOICE": "progress",
+    "+size=small": "size",
 }
+_OURS = {name: f"use {words}" for words, names in _INSTEAD.items() for name in names.split()}
 
 
 def use_instead(name: str, value: object = None) -> str:
-    """Return a clause with our word for one of `OTHER_NAMES`, or an empty one.
+    """Return a clause with our word for another library's, or an empty one.
 
     If that is a choice of `dtype`, the value may name it, as in `precision=bf16-mixed`.
     """
-    folded = {other.lower(): f"use {words}" for other, words in OTHER_NAMES.items()}
-    found = folded.get(name.lower(), "")
-    return folded.get(str(value).lower(), found) if found == "use dtype=CHOICE" else found
+    found = _OURS.get(name.lower(), "")
+    return _OURS.get(str(value).lower(), found) if found == "use dtype=CHOICE" else found
 
 
 def parse_measure(value: Any, measure: str) -> float | None:

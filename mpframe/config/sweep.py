@@ -132,12 +132,6 @@ def words_of(config: Any, kind: str) -> list[str]:
     return list(overrides[kind])
 
 
-def words_of_sweep(config: DictConfig) -> list[str]:
-    """Return the words for the jobs, after those that the sweeper has in a file."""
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    return [*(f"{key}={value}" for key, value in params.items()), *words_of(config, "task")]
-
-
 def leave_out(config: DictConfig, shared: Sequence[str]) -> None:
     """Leave more options out of the names of a sweep's jobs than the user does."""
     given = OmegaConf.select(config, _EXCLUDED) or []
@@ -227,15 +221,8 @@ def _other_results(then: Options, now: Options) -> list[str]:
     ]
 
 
-_FOLDER = "hydra.sweep.dir"
-
-
 def make_stop_error(received: signal.Signals, folder: Path) -> RunInterrupted:
     """Make the error of a sweep that a signal stopped, with the command that continues it."""
-    return RunInterrupted(received, f"continue the sweep with: {command_again(folder)}")
-
-
-def command_again(folder: Path) -> str:
-    """Return the command line to copy into a shell, in the folder where it was given before."""
-    words = [word for word in sys.orig_argv if not word.startswith(f"{_FOLDER}=")]
-    return shlex.join([*words, word_of(_FOLDER, str(folder))])
+    words = [word for word in sys.orig_argv if not word.startswith("hydra.sweep.dir=")]
+    again = shlex.join([*words, word_of("hydra.sweep.dir", str(folder))])
+    return RunInterrupted(received, f"continue the sweep with: {again}")

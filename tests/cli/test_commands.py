@@ -109,8 +109,7 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path, capsys: Shown) ->
         ("new", str(tmp_path)): f"new={tmp_path}: is not empty; name a new folder",
         ("new",): "new: takes one folder, e.g. mpframe new spirals",
         ("options", "outt=page.md"): "outt=page.md: no such option; nearest: out",
-        ("plan", "ranks=4"): "ranks: no such option; use torchrun --nproc-per-node N (mpframe plan "
-        "takes nodes=N, gpus=N and memory=SIZE)",
+        ("plan", "ranks=4"): "ranks: no such option; use torchrun --nproc-per-node N",
         ("plan", "nodes=0"): "nodes=0: must be >= 1",
         ("plan", "memory=80"): "memory=80: must be a number of GB, as 80GB",
         ("plan", "node=2"): "node=2: no such option; nearest: nodes",

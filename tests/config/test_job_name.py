@@ -1,12 +1,13 @@
 """A sweep's jobs are named by what was swept; the command that continues it is the one typed."""
 
+import signal
 import sys
 from pathlib import Path
 
 from fixtures import Patch
 from omegaconf import DictConfig, OmegaConf
 
-from mpframe.config.sweep import command_again, leave_out, name_of
+from mpframe.config.sweep import leave_out, make_stop_error, name_of
 
 SECRET = "hunter-2-hunter"
 
@@ -80,4 +81,5 @@ def test_what_continues_is_what_was_typed(monkeypatch: Patch) -> None:
     words = ["train", "-m", "seed=1,2", "hydra.sweep.dir=runs/old"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "mpframe", *words])
     typed = "train -m seed=1,2 'hydra.sweep.dir=runs/my sweep'"
-    assert command_again(Path("runs/my sweep")) == f"python mpframe {typed}"
+    error = make_stop_error(signal.SIGINT, Path("runs/my sweep"))
+    assert str(error) == f"stopped by SIGINT; continue the sweep with: python mpframe {typed}"
