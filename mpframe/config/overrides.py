@@ -34,32 +34,7 @@ from mpframe.core.errors import ConfigError
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    of_hydra = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
-    flags, words = _parse_flags(of_hydra, arguments, "write options as option=value; see --help")
-    if flags.experimental_rerun is not None:
-        raise ConfigError(
-            f"--experimental-rerun={flags.experimental_rerun}: reads a pickle, which may run "
-            "code; give the run's options again, or continue it with resume=auto"
-        )
-    if flags.cfg and flags.multirun:
-        raise ConfigError("--cfg and --multirun: cannot be combined; give only one")
-    return flags, [*flags.overrides, *words]
-
-
-def take_source(
-    arguments: list[str], advice: str = "give option=value"
-) -> tuple["Source", list[str]]:
-    """Separate the flags that name a source from the `option=value` words."""
-    parser = _Parser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    for flag in ("--config-path/-cp", "--config-name/-cn", "--config-dir/-cd"):
-        parser.add_argument(*flag.split("/"))
-    flags, words = _parse_flags(parser, arguments, advice)
-    return source_of(flags), words
-
-
-def _parse_flags(
-    parser: argparse.ArgumentParser, arguments: list[str], advice: str
-) -> tuple[argparse.Namespace, list[str]]:
+    parser = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
     try:
         flags, words = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -71,8 +46,25 @@ def _parse_flags(
             raise ConfigError(f"--config-{kind}={path}: no such folder; name one with .yaml files")
     for word in words:
         if word.startswith("-"):
-            raise ConfigError(f"{word}: no such flag; {advice}")
-    return flags, words
+            raise ConfigError(f"{word}: no such flag; write options as option=value; see --help")
+    if flags.experimental_rerun is not None:
+        raise ConfigError(
+            f"--experimental-rerun={flags.experimental_rerun}: reads a pickle, which may run "
+            "code; give the run's options again, or continue it with resume=auto"
+        )
+    if flags.cfg and flags.multirun:
+        raise ConfigError("--cfg and --multirun: cannot be combined; give only one")
+    return flags, [*flags.overrides, *words]
+
+
+def take_source(arguments: list[str]) -> tuple["Source", list[str]]:
+    """Separate the flags that name a source from the `option=value` words; refuse the others."""
+    flags, words = parse_flags(arguments)
+    source = {"overrides", "config_path", "config_name", "config_dir"}
+    for name, value in vars(flags).items():
+        if value and name not in source:
+            raise ConfigError(f"--{name.replace('_', '-')}: is for mpframe train; leave it out")
+    return source_of(flags), words
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,19 +76,12 @@ class _Parser(argparse.ArgumentParser):
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups", "distributed.plan")
 """Options that are mappings without an entry at first."""
 _PATHS = ("resume", "init_from", "hydra.run.dir", "hydra.sweep.dir")
-_LONGEST = 2**15  # characters: Hydra's parser needs quadratic time, five seconds for such a list
 _DECIMAL = re.compile(r"^(\d+)\.(\d+)$")
 _MOVE = re.compile(r"^ops\.(allow|deny|infer)([+-])=\[?([\w, ]+)\]?$")
 
 
 def rewrite(words: list[str]) -> list[str]:
     """Return the words as Hydra takes them."""
-    for word in words:
-        if len(word) > _LONGEST:
-            raise ConfigError(
-                f"{word[:40]}...: has {len(word)} characters, and {_LONGEST} are allowed; put the "
-                "value into a file of --config-dir"
-            )
     words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     words = _choose_users_targets(words)
@@ -223,24 +208,15 @@ def source_of(flags: argparse.Namespace) -> Source:
     return source
 
 
-def stand_ins(hydra: DictConfig) -> Iterator[str]:
-    """Yield a line for each of a user's files that replaces a shipped one."""
-    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
-    for group, choice in hydra.runtime.choices.items():
-        name = f"{group}/{choice}.yaml"
-        folder = next((f for f in folders if os.path.isfile(f"{f}/{name}")), str(CONF))
-        if not _is_shipped(folder) and (CONF / name).is_file():
-            yield f"{group}={choice}: {folder}/{name} stands for mpframe's file of that name"
-
-
 def words_again(hydra: DictConfig) -> list[str]:
     """Return the words that train a run again; a job of a sweep is then a run by itself."""
     flags = {"main": "--config-path", "command-line": "--config-dir"}
     words = []
     for source in hydra.runtime.config_sources:
-        place = f"{_PACKAGE}{source.path}" if source.schema == "pkg" else source.path
-        if source.provider in flags and not _is_shipped(place):
-            words.append(f"{flags[source.provider]}={_from(hydra.runtime.cwd, place)}")
+        package = f"{_PACKAGE}{source.path}" if source.schema == "pkg" else ""
+        if source.provider in flags and not _is_shipped(package or source.path):
+            place = package or os.path.relpath(source.path, hydra.runtime.cwd)
+            words.append(f"{flags[source.provider]}={place}")
     if hydra.job.config_name != PRIMARY:
         words.append(f"--config-name={hydra.job.config_name}")
     given = [word for word in hydra.overrides.hydra if not word.startswith("hydra.mode=")]
@@ -248,11 +224,6 @@ def words_again(hydra: DictConfig) -> list[str]:
         given = [word for word in given if word.startswith("hydra.searchpath=")]
     words += given
     return [*dict.fromkeys(words), *hydra.overrides.task]
-
-
-def _from(folder: str, place: str) -> str:
-    inside = Path(place).is_relative_to(folder)
-    return str(Path(place).relative_to(folder)) if inside else place
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedules."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -115,7 +114,7 @@ def _for_numbers(
         node.setdefault("total_steps", numbers["total_steps"])
     schedule = _schedule(node, optimizer)
     _refuse_overrun(schedule, numbers["total_steps"])
-    secrets = secrets_of(sys.argv, os.environ)
+    secrets = secrets_of(sys.argv)
     return schedule, {name: hide(str(value), secrets) for name, value in flatten(node).items()}
 
 

@@ -5,7 +5,6 @@ However a run ends, `summary.json` says so: finished, pruned, interrupted, diver
 
 import itertools
 import logging
-import os
 import shlex
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 
 from mpframe.checkpoint.folder import set_aside_after, tidy
 from mpframe.config.composing import check_config
-from mpframe.config.overrides import stand_ins, word_of
+from mpframe.config.overrides import word_of
 from mpframe.config.redaction import hide, hide_from_logs, redact, secrets_of, values_of
 from mpframe.config.schema import EVERYWHERE, Config, only_watches
 from mpframe.config.sweep import ELSEWHERE, changes
@@ -92,7 +91,7 @@ class Run:
         # Refused before the folder is taken.
         self.scaling, self.layout = name_of(build_scaler(config)), build_layout(config)
         given = [*values_of(composed), *(values_of(hydra) if hydra else ())]
-        self.secrets = secrets_of(given, os.environ)
+        self.secrets = secrets_of(given)
         self.folder = folder
         self._scratch = ExitStack()
         self.rank_folder = folder
@@ -190,8 +189,6 @@ class Run:
         # Seeded again, because importing a dataset's modules may draw random numbers.
         seed_everything(config.run.seed)
         trainer = self.trainer = build_trainer(config, task, len(train), self.comm)
-        for line in stand_ins(self.hydra) if self.hydra else ():
-            log.info("%s", line)
         announce(config, trainer, train, self.folder)
         if config.run.init_from is not None:
             take_first_weights(trainer, config.run)
