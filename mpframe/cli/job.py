@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +23,7 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from mpframe.cli.program import current_folder_importable
+from mpframe.cli.program import current_folder_importable, without_secrets
 from mpframe.config.composing import check_config
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
@@ -61,7 +61,7 @@ class Jobs:
             return _train(composed, hydra)
         except Exception as error:
             if isinstance(error, MpframeError):
-                error.args = (hide(str(error), secrets_of(values_of(composed), os.environ)),)
+                error.args = (hide(str(error), secrets_of(values_of(composed))),)
             self._fail(error, hydra)
             return None
 
@@ -105,8 +105,7 @@ def print_error(error: MpframeError, place: str = "") -> int:
     """Print an error on stderr in one line without secrets, and return its exit code."""
     line = line_of(error)
     if line is not None:
-        said = hide(f"{place}{line}", secrets_of(sys.argv, os.environ))
-        print(f"mpframe: {printable(said)}", file=sys.stderr)
+        print(f"mpframe: {printable(without_secrets(f'{place}{line}'))}", file=sys.stderr)
     return error.exit_code
 
 
@@ -131,16 +130,14 @@ def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary
     """Return how the job ended when the sweep ran before, or make it resume if it did not end."""
     if not holds_this_run(folder, format_resolved(composed), config.run.resume):
         return None
-    try:
+    with suppress(FileNotFoundError):  # There is none if it was killed.
         summary = Summary.read(folder)
-    except FileNotFoundError:  # It was killed.
-        summary = None
-    if summary is not None and summary.status is Status.DIVERGED:
-        what = f"diverged when the sweep ran before, {summary.reason}"
-        raise DivergedError(f"{what}; to run it again delete {folder}")
-    if summary is not None and summary.status in (Status.FINISHED, Status.PRUNED):
-        log.info("%s when the sweep ran before, in %s", summary.status, folder)
-        return summary
+        if summary.status is Status.DIVERGED:
+            what = f"diverged when the sweep ran before, {summary.reason}"
+            raise DivergedError(f"{what}; to run it again delete {folder}")
+        if summary.status in (Status.FINISHED, Status.PRUNED):
+            log.info("%s when the sweep ran before, in %s", summary.status, folder)
+            return summary
     if config.run.resume == "none":
         config.run.resume = "auto"
     return None

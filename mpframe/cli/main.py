@@ -39,8 +39,6 @@ mpframe COMMAND --help   what a command does, examples, its options
 mpframe --version        the versions of mpframe and of what it runs on"""
 _HELP = {"--help", "-h"}
 _VERSION = "--version"
-_COMPLETION = {"-sc", "--shell-completion"}
-_LINE = "COMP_LINE"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         say(overview())
     elif given[0] == _VERSION:
         say(versions())
-    elif given[0] in _COMPLETION:
+    elif given[0] in ("-sc", "--shell-completion"):
         if not _complete_command(given):
             start("train", given, "mpframe")
     else:
@@ -105,10 +103,10 @@ def _complete_command(arguments: list[str]) -> bool:
     """
     if not any(word.startswith("query=") for word in arguments):
         return False
-    program, _, typed = os.environ.get(_LINE, "").partition(" ")
+    program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
     name, space, options = typed.partition(" ")
     if not space:
         print(" ".join(command for command in COMMANDS if command.startswith(name)))
         return True
-    os.environ[_LINE] = f"{program} {options}"
+    os.environ["COMP_LINE"] = f"{program} {options}"
     return False

@@ -49,7 +49,7 @@ def _program() -> Iterator[None]:
 
 def without_secrets(text: str, words: Sequence[str] = ()) -> str:
     """Write `***` for each secret of the environment or of variables that `words` refer to."""
-    return hide(text, secrets_of([*sys.argv, *words], os.environ))
+    return hide(text, secrets_of([*sys.argv, *words]))
 
 
 def current_folder_importable(folder: str | None = None) -> None:

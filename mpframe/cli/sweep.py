@@ -10,7 +10,6 @@ It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time
 """
 
 import atexit
-import os
 import signal
 import sys
 from pathlib import Path
@@ -85,6 +84,6 @@ def _hide_secrets(path: Path) -> None:
     """Hide secrets that a shell put among the sweep's options, which Hydra has written by now."""
     if path.is_file():
         written = OmegaConf.load(path)
-        shown = as_yaml(written, secrets_of(values_of(written), os.environ))
+        shown = as_yaml(written, secrets_of(values_of(written)))
         if shown != path.read_text(encoding="utf-8"):
             write_atomically(path, shown)

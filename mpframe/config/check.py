@@ -17,33 +17,14 @@ from typing import Any, TypeVar, cast, get_args, get_origin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mpframe.config import planned  # noqa: F401 - ${plan:...} and ${size:...} are resolved here
+from mpframe.config import planned, schema  # noqa: F401 - planned resolves ${plan:...}, ${size:...}
 from mpframe.config.redaction import values_of
-from mpframe.config.schema import (
-    OPEN,
-    OPTIONS,
-    RUN_OPTIONS,
-    SECTIONS,
-    Config,
-    DatasetOptions,
-    Dtype,
-    GroupOptions,
-    JointOptions,
-    Ops,
-    OptimizerOptions,
-    Part,
-    RunOptions,
-    TrainerOptions,
-    parse_measure,
-    use_instead,
-)
+from mpframe.config.schema import Config, JointOptions, Part
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import Range
 from mpframe.files.stored_yaml import walk
 
 T = TypeVar("T")
-SIZE = "size"
-"""`+size=small` takes the small values of an experiment that has two sizes."""
 _NAMES: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -58,14 +39,14 @@ def check(composed: DictConfig) -> Config:
     """Return the typed configuration of a composed one, or raise a ConfigError."""
     tree = _resolve(composed)
     _refuse_unfit_size(composed)
-    _refuse_unknown("", tree, {*SECTIONS, *OPEN, *RUN_OPTIONS, SIZE})
-    run = _load(RunOptions, "", {key: value for key, value in tree.items() if key in RUN_OPTIONS})
+    _refuse_unknown("", tree, {*schema.SECTIONS, *schema.OPEN, *schema.RUN_OPTIONS, "size"})
+    run = _load(schema.RunOptions, "", _split(schema.RunOptions, tree)[0])
     _check_run(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
-    _load(OptimizerOptions, "optimizer", _split(OptimizerOptions, optimizer)[0])
-    data, arguments = _split(DatasetOptions, _open(tree, "dataset"))
-    trainer = _load(TrainerOptions, "trainer", _section(tree, "trainer"))
+    _load(schema.OptimizerOptions, "optimizer", _split(schema.OptimizerOptions, optimizer)[0])
+    data, arguments = _split(schema.DatasetOptions, _open(tree, "dataset"))
+    trainer = _load(schema.TrainerOptions, "trainer", _section(tree, "trainer"))
     if None not in (trainer.clip_norm, trainer.clip_value):
         raise ConfigError(
             "trainer.clip_norm and trainer.clip_value: cannot be combined; give only one"
@@ -75,11 +56,11 @@ def check(composed: DictConfig) -> Config:
         optimizer = {k: v for k, v in _open(tree, "optimizer").items() if k != "groups"}
     return Config(
         run=run,
-        dtype=_load(Dtype, "dtype", _section(tree, "dtype")),
+        dtype=_load(schema.Dtype, "dtype", _section(tree, "dtype")),
         loss_scaling=_open(tree, "loss_scaling"),
-        ops=_load(Ops, "ops", _section(tree, "ops")),
+        ops=_load(schema.Ops, "ops", _section(tree, "ops")),
         trainer=trainer,
-        data=_load(DatasetOptions, "dataset", data),
+        data=_load(schema.DatasetOptions, "dataset", data),
         model=_open(tree, "model"),
         dataset=arguments,
         objective=_optional(tree, "objective"),
@@ -95,18 +76,18 @@ def check(composed: DictConfig) -> Config:
 
 
 def _refuse_unfit_size(composed: DictConfig) -> None:
-    """Refuse a size that would change nothing."""
-    size = composed.get(SIZE)
+    """Refuse a size that would change nothing; some experiments have small values for `small`."""
+    size = composed.get("size")
     if size not in (None, "small"):
-        raise ConfigError(f"{SIZE}={size}: must be small; leave it out for the full size")
+        raise ConfigError(f"size={size}: must be small; leave it out for the full size")
     if size and not any("${size:" in str(value) for value in values_of(composed)):
         raise ConfigError(
-            f"{SIZE}={size}: nothing chosen here has two sizes; docs/workloads.md lists the "
+            f"size={size}: nothing chosen here has two sizes; docs/workloads.md lists the "
             "experiments that do"
         )
 
 
-def _check_run(run: RunOptions) -> None:
+def _check_run(run: schema.RunOptions) -> None:
     """Refuse a name that leads out of runs/, empty paths, and options that need `init_from`."""
     place = PurePosixPath(run.run_name.replace("\\", "/"))
     if place.is_absolute() or ".." in place.parts:
@@ -145,8 +126,8 @@ def _group(name: str, node: Any) -> Part:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     if not isinstance(node, dict):
         raise ConfigError(f"{path}={as_typed(node)}: must be a mapping; give it parameters")
-    common, settings = _split(GroupOptions, node)
-    options = _load(GroupOptions, path, common)
+    common, settings = _split(schema.GroupOptions, node)
+    options = _load(schema.GroupOptions, path, common)
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
@@ -167,8 +148,8 @@ def _joint(node: Mapping[str, Any]) -> JointOptions:
 def _part(name: str, node: Any) -> Part:
     path = f"optimizer.parts.{name}"
     _require_target(path, node)
-    common, settings = _split(GroupOptions, node)
-    options = _load(GroupOptions, path, common)
+    common, settings = _split(schema.GroupOptions, node)
+    options = _load(schema.GroupOptions, path, common)
     if options.frozen:
         raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
@@ -185,8 +166,8 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_bad_value(path: str, value: Any) -> None:
     """Refuse a value of the option at `path`, if that is an option of a closed section."""
     refers = isinstance(value, str) and ("${" in value or value == "???")
-    if path in OPTIONS and not refers:
-        _validate(path, value, OPTIONS[path])
+    if path in schema.OPTIONS and not refers:
+        _validate(path, value, schema.OPTIONS[path])
 
 
 def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
@@ -203,7 +184,7 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
     """Convert a value to the type of its option, or refuse it."""
     limits: Range = spec.metadata["range"]
     unit, measure = spec.metadata["unit"], spec.metadata["measure"]
-    if measure and parse_measure(value, measure):
+    if measure and schema.parse_measure(value, measure):
         return value
     # OmegaConf would take any number for a truth.
     if not (spec.type is bool and type(value) in (int, float)):
@@ -215,7 +196,7 @@ def _validate(path: str, value: Any, spec: Any) -> Any:
     what = "" if limits.choices else _NAMES.get(get_origin(kind) or kind, "a value")
     allowed = f"{what} {limits}".strip() + f" ({unit})" * bool(unit)
     allowed += f", or as in 10{measure}" * bool(measure) + ", or null" * (NoneType in others)
-    hint = use_instead(str(value)) if path == "dtype.mode" else ""
+    hint = schema.use_instead(str(value)) if path == "dtype.mode" else ""
     hint = hint or nearest(str(value), limits.choices)
     raise ConfigError(f"{path}={as_typed(value)}: must be {allowed}" + f"; {hint}" * bool(hint))
 
@@ -295,7 +276,7 @@ def _refuse_unknown(path: str, node: Mapping[str, Any], known: set[str]) -> None
         if key not in known:
             prefix = f"{path}." if path else ""
             names = [f"{prefix}{name}" for name in sorted(known)]
-            hint = use_instead(str(key), node[key]) or nearest(f"{prefix}{key}", names)
+            hint = schema.use_instead(str(key), node[key]) or nearest(f"{prefix}{key}", names)
             raise ConfigError(
                 f"{prefix}{key}: no such option; {hint or 'known: ' + ', '.join(names)}"
             )

@@ -19,10 +19,15 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from mpframe.config.check import refuse_empty, refuse_missing
-from mpframe.config.composing import check_config, compose_words, refuse_bad_override, without_hydra
+from mpframe.config.composing import (
+    check_config,
+    compose_typed,
+    compose_words,
+    refuse_bad_override,
+    without_hydra,
+)
 from mpframe.config.overrides import (
     PRIMARY,
-    Source,
     hydra_over,
     parse_flags,
     parse_words,
@@ -43,8 +48,6 @@ from mpframe.config.sweep import (
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
-
-_JOBS = 512
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -67,36 +70,26 @@ class Job(NamedTuple):
 
 def jobs(arguments: list[str]) -> Iterator[Job]:
     """Compose and check each job of a command line, of which `-m` makes several."""
-    multirun = not {"-m", "--multirun"}.isdisjoint(arguments)
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
-    source, words = take_source(given, "give option=value, and -m for a sweep")
-    for typed in _words_of_jobs(words, multirun, source):
+    source, words = take_source(given)
+    values = [[word] for word in words]
+    if given != arguments:
         with hydra_over(source):
-            config = check_config(compose_words(rewrite(typed), source.name))
-        yield Job(typed, config)
+            for place, word in enumerate(words):
+                if rewrite([word]) == [word]:
+                    values[place] = axes([word], name=source.name)[0]
+    for typed in map(list, itertools.product(*values)):
+        yield Job(typed, check_config(compose_typed(typed, source)))
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:
     """Compose the `option=value` words of one job: Hydra's overrides, and the configuration."""
-    source, typed = take_source(given)
-    words = rewrite(typed)
-    overrides = parse_words(words)
+    source, words = take_source(given)
+    overrides = parse_words(rewrite(words))
     for override in overrides:
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: give one value; there is no sweep here")
-    with hydra_over(source):
-        return overrides, compose_words(words, source.name)
-
-
-def _words_of_jobs(given: list[str], multirun: bool, source: Source) -> list[list[str]]:
-    if not multirun:
-        return [given]
-    with hydra_over(source):
-        swept = [
-            axes([word], name=source.name)[0] if rewrite([word]) == [word] else [word]
-            for word in given
-        ]
-    return [list(job) for job in itertools.islice(itertools.product(*swept), _JOBS)]
+    return overrides, compose_typed(words, source)
 
 
 class JobCheck(Callback):
@@ -113,8 +106,7 @@ class JobCheck(Callback):
         with _exit_on_error():
             _refuse_words(config, "hydra.run.dir=", "with -m; use hydra.sweep.dir")
             _check_sweep(config, str(kwargs.get("config_name") or PRIMARY))
-        _start_at_once(config)
-        _let_trials_fail(config)
+        _adapt_sweeper(config)
 
 
 @contextmanager
@@ -191,18 +183,15 @@ def _is_basic(config: DictConfig, kind: str) -> bool:
     return bool(config.hydra.runtime.choices.get(f"hydra/{kind}") == "basic")
 
 
-def _start_at_once(config: DictConfig) -> None:
-    """Make Hydra compose each job just before it runs, if they run one after the other."""
-    basic = _is_basic(config, "sweeper") and _is_basic(config, "launcher")
-    if basic and config.hydra.sweeper.max_batch_size is None:
-        with read_write(config.hydra):
-            config.hydra.sweeper.max_batch_size = 1
+def _adapt_sweeper(config: DictConfig) -> None:
+    """Make Hydra compose each job just before it runs, and go on with a search if a trial fails.
 
-
-def _let_trials_fail(config: DictConfig) -> None:
-    """Continue a search if a trial fails: Optuna's sweeper stops at the first by default."""
-    option = "max_failure_rate"
-    given = any(option in word for word in words_of(config, "hydra"))
-    if option in config.hydra.sweeper and not given:
-        with read_write(config.hydra):
-            config.hydra.sweeper[option] = 1.0
+    Optuna's sweeper stops at the first failure unless `max_failure_rate` is given.
+    """
+    sweeper = config.hydra.sweeper
+    given = any("max_failure_rate" in word for word in words_of(config, "hydra"))
+    with read_write(config.hydra):
+        if "max_failure_rate" in sweeper and not given:
+            sweeper.max_failure_rate = 1.0
+        if _is_basic(config, "sweeper") and _is_basic(config, "launcher"):
+            sweeper.max_batch_size = sweeper.max_batch_size or 1

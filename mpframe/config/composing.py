@@ -17,7 +17,15 @@ from yaml import MarkedYAMLError
 
 from mpframe.config import CONF
 from mpframe.config.check import check, refuse_bad_value
-from mpframe.config.overrides import MAPPINGS, PRIMARY, hydra_over, parse_words, rewrite, source_of
+from mpframe.config.overrides import (
+    MAPPINGS,
+    PRIMARY,
+    Source,
+    hydra_over,
+    parse_words,
+    rewrite,
+    source_of,
+)
 from mpframe.config.redaction import secrets_of, values_of
 from mpframe.config.schema import ONE_TARGET, OPEN, OPTIONS, Config, use_instead
 from mpframe.core.errors import ConfigError, first_line, nearest
@@ -35,6 +43,12 @@ def compose_words(words: list[str], name: str = PRIMARY) -> DictConfig:
         return compose(name, overrides=words, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, OSError, ValueError, MarkedYAMLError) as error:
         raise refusal(error, words, name) from None
+
+
+def compose_typed(words: list[str], source: Source) -> DictConfig:
+    """Compose the words of one job as they were typed, from a source."""
+    with hydra_over(source):
+        return compose_words(rewrite(words), source.name)
 
 
 def check_config(config: DictConfig) -> Config:
@@ -104,9 +118,7 @@ def one_line(error: Exception) -> str:
     if said.startswith(_MERGING) and error.__cause__ is not None:
         said = f"{said.removeprefix(_MERGING)}: {first_line(error.__cause__)}"
     lines = [line.strip() for line in said.partition("Config search path")[0].splitlines()]
-    lines = [line for line in lines if line]
-    listed = ", ".join(lines[2:]) if len(lines) > 2 and lines[1].endswith(":") else ""
-    return f"{'; '.join(lines[:2])} {listed}".strip()
+    return "; ".join(line for line in lines if line)
 
 
 def _refuse_unknown_choice(override: Override, words: list[str], name: str) -> None:
@@ -136,7 +148,8 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if ("." not in key and key in base.hydra.runtime.choices) or "/" in key:
         return
     of_hydra = key.startswith("hydra.")
-    known = {path for path in paths(base) if path.startswith("hydra") is of_hydra}
+    tree = OmegaConf.to_container(base, resolve=False)
+    known = {path for path, _, _ in walk(tree) if path.startswith("hydra") is of_hydra}
     if of_hydra:
         if override.type is OverrideType.CHANGE and key not in known:
             raise ConfigError(f"{key}: no such option of Hydra{nearest(key, known, before='; ')}")
@@ -156,11 +169,6 @@ def _refuse_unknown_key(override: Override, base: DictConfig) -> None:
     if is_open and not adds:
         advice += f"; an argument of your own class: +{key}=..."
     raise ConfigError(f"{key}: no such option; {advice}")
-
-
-def paths(config: DictConfig) -> set[str]:
-    """Return the dotted path of every option of a composed configuration and of its sections."""
-    return {path for path, _, _ in walk(OmegaConf.to_container(config, resolve=False))}
 
 
 def refusal_of(error: Exception, flags: argparse.Namespace, words: list[str]) -> ConfigError:

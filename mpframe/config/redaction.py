@@ -35,8 +35,8 @@ _referred: set[str] = set()  # Variables that any configuration of this process 
 _ESCAPED = {"\n": "(?:\n|n)", "\t": "(?:\t|t)", "\r": "(?:\r|r)"}
 
 
-def secrets_of(texts: Iterable[object], environment: Mapping[str, str]) -> list[str]:
-    """Return the values to keep out, the longest first."""
+def secrets_of(texts: Iterable[object], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the values of variables to keep out, the longest first."""
     _referred.update(name for text in texts for name in _REFERENCE.findall(str(text)))
     found = {
         value
@@ -119,7 +119,7 @@ class Redacting(logging.Formatter):
 
 def formatter_of_hydra() -> logging.Formatter:
     """Make the formatter of Hydra's lines, which repeat the options of a sweep's jobs."""
-    secrets = secrets_of(sys.argv, os.environ)
+    secrets = secrets_of(sys.argv)
     return Redacting(logging.Formatter("[%(asctime)s][HYDRA] %(message)s"), secrets)
 
 

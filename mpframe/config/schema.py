@@ -390,26 +390,27 @@ class Config:
         return [part.node for part in parts] or [self.optimizer]
 
 
-# The order in `--help`: the options changed most often first, the long lists of ops last.
-_ORDER = (
-    *("model", "dataset", "dtype", "loss_scaling", "optimizer", "scheduler", "trainer"),
-    *("distributed", "objective", "metrics", "callbacks", "ops"),
-)
+# As OmegaConf would fill a typed mapping at the root with nothing, check.py checks that type alone.
+@dataclass
+class _Schema(RunOptions):
+    """The whole configuration, in which an open section may hold anything.
+
+    In the order of `--help`: what is changed most often first, the long lists of ops last.
+    """
+
+    init_from_names: Any = None
+    model: Any = None
+    dataset: Any = field(default_factory=lambda: dataclasses.asdict(DatasetOptions()))
+    dtype: Dtype = field(default_factory=Dtype)
+    loss_scaling: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    distributed: Any = None
+    objective: Any = None
+    metrics: Any = None
+    callbacks: Any = None
+    ops: Ops = field(default_factory=Ops)
 
 
-def _schema() -> Any:
-    """Make a dataclass of the whole configuration, in which an open section may hold anything."""
-    fields: dict[str, Any] = {
-        name: (name, section, dataclasses.field(default_factory=section))
-        for name, section in SECTIONS.items()
-    }
-    fields |= {name: (name, Any, dataclasses.field(default=None)) for name in OPEN}
-    common = dataclasses.field(default_factory=lambda: dataclasses.asdict(DatasetOptions()))
-    fields["dataset"] = ("dataset", Any, common)
-    # OmegaConf fills a typed mapping at the root with nothing, so check.py checks its type.
-    names = ("init_from_names", Any, dataclasses.field(default=None))
-    ordered = [names, *(fields[name] for name in sorted(fields, key=_ORDER.index))]
-    return dataclasses.make_dataclass("Options", ordered, bases=(RunOptions,))
-
-
-ConfigStore.instance().store(name="schema", node=_schema(), provider="mpframe")
+ConfigStore.instance().store(name="schema", node=_Schema, provider="mpframe")

@@ -8,7 +8,6 @@ another one, from an earlier start. A sweep that was stopped prints the command 
 import hashlib
 import itertools
 import math
-import os
 import re
 import shlex
 import signal
@@ -22,13 +21,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from mpframe.config.check import flatten, refuse_bad_value
-from mpframe.config.composing import choices_of, compose_words, paths, refuse_unknown_choice
+from mpframe.config.composing import choices_of, compose_words, refuse_unknown_choice
 from mpframe.config.overrides import PRIMARY, parse_words, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import WATCHING, only_watches
-from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted, nearest
+from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
 from mpframe.files import stored_yaml
 from mpframe.files.stored_yaml import read_stored
+from mpframe.files.text import few
 
 _VALUES_CHECKED = 512
 _MOST_JOBS = 100_000
@@ -52,27 +52,25 @@ def refuse_unfit_choices(swept: list[list[str]], given: Sequence[str], name: str
     """
     first = [words[0] for words in swept]
     for place, words in enumerate(swept):
-        group = words[0].partition("=")[0]
-        options = [word for word in first if word.startswith(f"++{group}.")]
-        for word in words if options and len(words) > 1 else ():
-            job = [*first[:place], word, *first[place + 1 :]]
-            known = paths(compose_words([*given, *(w for w in job if w not in options)], name))
-            for key in (option.lstrip("+").partition("=")[0] for option in options):
-                if key not in known:
-                    hint = nearest(key, known, before="; ")
-                    raise ConfigError(f"{key}: no such option of {word}{hint}")
+        start = f"++{words[0].partition('=')[0]}."
+        # Without `++` Hydra refuses what a choice does not have.
+        strict = [word.lstrip("+") if word.startswith(start) else word for word in first]
+        for word in words if strict != first and len(words) > 1 else ():
+            compose_words([*given, *strict[:place], word, *strict[place + 1 :]], name)
 
 
 def _words_of(override: Override, words: list[str], draws: bool, name: str) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
-    group = override.key_or_group
+    group, text = override.key_or_group, override.input_line
     choices = choices_of(group, words, name)
-    values = _values(override, draws, choices)
+    try:
+        values = _values(override, draws, choices)
+    except (HydraException, ValueError) as error:
+        raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
     if not values:
         raise ConfigError(
-            f"{override.input_line}: holds no value, so the sweep would have no job; give at "
-            "least one"
+            f"{text}: holds no value, so the sweep would have no job; give at least one"
         )
     jobs = [f"{override.get_key_element()}={value}" for value in values]
     for value, job in zip(values[:_VALUES_CHECKED], jobs, strict=False):
@@ -85,25 +83,12 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
 
 def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
     """Return the values of a sweep over one option, or the ends of an interval."""
-    text = override.input_line
     value: Any = override.value()
     if isinstance(value, Glob):
-        matching = value.filter(choices)
-        if not matching:
-            known = ", ".join(choices) or "none: glob() is for groups"
-            raise ConfigError(f"{text}: matches no choice; there are {known}")
-        return list(matching)
-    if isinstance(value, IntervalSweep):
-        if not draws:
-            raise ConfigError(
-                f"{text}: needs a sweeper that draws values, as hydra/sweeper=optuna; without one "
-                "give a list, range() or choice()"
-            )
+        return list(value.filter(choices))
+    if isinstance(value, IntervalSweep) and draws:
         return [str(value.start), str(value.end)]
-    try:
-        return list(itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1))
-    except (HydraException, ValueError) as error:
-        raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
+    return list(itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1))
 
 
 _EXCLUDED = "hydra.job.config.override_dirname.exclude_keys"
@@ -152,7 +137,7 @@ def _as_folder(text: str) -> str:
 def _job_name(_root_: Any) -> str:
     words = words_of(_root_, "task")
     shared = OmegaConf.select(_root_, _EXCLUDED) or []
-    secrets = secrets_of([*values_of(_root_), *words], os.environ)
+    secrets = secrets_of([*values_of(_root_), *words])
     return name_of(words, shared, _root_.hydra.job.num, secrets)
 
 
@@ -168,7 +153,6 @@ _DECIDING = {
     *("trainer.eval_every", "trainer.monitor", "trainer.keep_best"),
     "trainer.max_consecutive_skips",
 }
-_SHOWN = 3
 
 Options = Mapping[str, Any]
 
@@ -187,18 +171,16 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
         raise MpframeError(f"{path}: cannot be read ({error.strerror})") from None
     other = _other_results(stored, stored_yaml.parse_stored(options, path))
     if other and resume == "none":
-        more = "" if len(other) <= _SHOWN else f" and {len(other) - _SHOWN} more"
         raise ConfigError(
             f"hydra.sweep.dir={folder.parent}: its {folder.name} is a run with other options, "
-            f"{', '.join(other[:_SHOWN])}{more}; choose another folder, or add resume=auto to go "
-            "on from its checkpoint"
+            f"{few(other)}; choose another folder, or add resume=auto to go on from its checkpoint"
         )
     return not other
 
 
 def format_resolved(composed: DictConfig) -> str:
     """Return every option's value as YAML without secrets, as a run's folder holds them."""
-    return as_yaml(composed, secrets_of(values_of(composed), os.environ), resolve=True)
+    return as_yaml(composed, secrets_of(values_of(composed)), resolve=True)
 
 
 def changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:

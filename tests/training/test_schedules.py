@@ -340,7 +340,7 @@ UNFIT = "scheduler.T_max: ValueError raised while resolving interpolation: {}; s
     (["scheduler._target_=builtins.bool"], "scheduler._target_=builtins.bool: has no step and no state_dict and no load_state_dict; see docs/optimizer.md"),
     ([*PLATEAU, "scheduler.mode=min"], "scheduler.mode=min: the schedule watches val_accuracy, where more is better; use scheduler.mode=max"),
     ([f"scheduler._target_={TORCH}.OneCycleLR", "scheduler.max_lr=0.1", "scheduler.total_steps=21"], "scheduler.total_steps=21: OneCycleLR cannot go on after it, and the run is planned for 22 steps; leave it out, or set trainer.epochs or trainer.max_steps to fit it"),
-    ([COSINE, "scheduler.T_max=${plan:total_step}"], UNFIT.format("the plan has no total_step: nearest: total_steps")),
+    ([COSINE, "scheduler.T_max=${plan:total_step}"], UNFIT.format("the plan has no total_step: choose total_steps, epochs, steps_per_epoch")),
     ([COSINE, "scheduler.T_max=${plan:total_steps,2}"], UNFIT.format("a share of the plan is a number from 0 to 1, not 2")),
     ([COSINE, "scheduler.T_max=${plan:total_steps,x}"], UNFIT.format("a share of the plan is a number from 0 to 1, not x")),
 ], ids=["stepless", "worse", "outrun", "unknown", "above one", "no number"])  # fmt: skip

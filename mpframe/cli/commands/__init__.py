@@ -1,4 +1,1 @@
-"""The commands, a file each: `mpframe NAME ...` starts `main` of NAME.py.
-
-The docstring of NAME.py is the help of the command. template/ is the project that `new` writes.
-"""
+"""The commands: `mpframe NAME ...` starts `main` of NAME.py, whose docstring is the help."""

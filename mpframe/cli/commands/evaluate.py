@@ -24,7 +24,6 @@ says so.
 # Precision, batches, average and evaluation format are the run's, and so is every bit on the same
 # device with the same thread count. config/stored.py tells how a stored configuration is trusted.
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def evaluate(
 
 def _file_name(done: Evaluated, changed: list[str]) -> str:
     """Name the file after the options that are not the run's, so the run's evaluation stays."""
-    how = name_of(changed, [], "", secrets_of([*sys.argv, *changed], os.environ))
+    how = name_of(changed, [], "", secrets_of([*sys.argv, *changed]))
     return f"evaluation_{done.split}_step_{done.step:08d}{',' * bool(how)}{how}.json"
 
 

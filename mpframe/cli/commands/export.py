@@ -30,7 +30,6 @@ fix. It takes inputs of weights_dtype and computes in it. For a graph or a folde
 not mpframe's must be named again: model._target_=my_pkg.Net. onnx needs pip install mpframe[onnx].
 """
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +128,7 @@ def _content(
 
 
 def _without_secrets(facts: dict[str, Any]) -> dict[str, Any]:
-    return dict(redact(facts, secrets_of([], os.environ)))
+    return dict(redact(facts, secrets_of([])))
 
 
 def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

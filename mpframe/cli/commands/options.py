@@ -38,22 +38,17 @@ def options_page() -> str:
 
 def _table(path: str, section: Any) -> str:
     title = " ".join(str(section.__doc__).split())
-    rows = [_row(path, field) for field in dataclasses.fields(section)]
+    rows = [_row(path, f, getattr(section(), f.name)) for f in dataclasses.fields(section)]
     return "\n".join([f"## {title}", "", markdown([_COLUMNS, *rows]), ""])
 
 
-def _row(path: str, field: Any) -> list[str]:
+def _row(path: str, field: Any, default: Any) -> list[str]:
     limits: Range = field.metadata["range"]
     kind = getattr(field.type, "__name__", str(field.type))
     unit = f" ({field.metadata['unit']})" if field.metadata["unit"] else ""
     name = f"{path}.{field.name}" if path else field.name
-    cells = [f"`{name}`", f"{kind}{unit}", f"`{_default(field)}`", str(limits)]
+    cells = [f"`{name}`", f"{kind}{unit}", f"`{as_typed(default)}`", str(limits)]
     return [cell.replace("|", "or") for cell in [*cells, field.metadata["sentence"]]]
-
-
-def _default(field: Any) -> str:
-    value = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-    return as_typed(value)
 
 
 @command

@@ -163,9 +163,7 @@ def _weights(
             if axis < parameter.dim():  # Each rank has the whole bias of a rowwise layer.
                 shapes[parameter][axis] = parameter.shape[axis] // tensor
     return [
-        Weight(
-            *(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0, 0)), block_of.get(p, 0)),
-        )
+        Weight(shape, p.itemsize, p.requires_grad, *states.get(p, (0, 0, 0)), block_of.get(p, 0))
         for p, shape in shapes.items()
     ]
 

@@ -158,23 +158,20 @@ def _make_task(paths: tuple[str, ...], folder: str, facts: Mapping[str, Any]) ->
         fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
     except (LookupError, TypeError, ValueError):
         fits = False
+    shapes, reason = [given["shape"] for given in facts["inputs"] or ()], ""
     if not fits or not isinstance(side, int):
-        raise _make_error(
-            folder,
+        reason = (
             "the checkpoint does not say how an image is prepared, as the Task of its dataset did "
-            "not (preprocessing with size, mean and std)",
+            "not (preprocessing with size, mean and std)"
         )
-    shapes = [given["shape"] for given in facts["inputs"] or ()]
-    if shapes != [[None, channels, side, side]]:
+    elif shapes != [[None, channels, side, side]]:
         size = f"{channels} x {side} x {side}"
-        raise _make_error(folder, f"the model takes something else than images of {size} alone")
+        reason = f"the model takes something else than images of {size} alone"
+    if reason:
+        raise ConfigError(f"folder={folder}: {reason}; use split, with a dataset over the folder")
     listing = Listing((), paths, torch.zeros(len(paths), dtype=torch.int64))
     images = FileImages(listing, (channels, side), Normalize(mean, std), "none")
     return Task(images, images, loss=_no_loss, class_names=facts["class_names"])
-
-
-def _make_error(folder: str, reason: str) -> ConfigError:
-    return ConfigError(f"folder={folder}: {reason}; use split, with a dataset over the folder")
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:

@@ -26,9 +26,6 @@ from mpframe.lab.report.tables import group_runs
 @command
 def main(arguments: list[str]) -> None:
     options, folders = take_own(arguments, ["out"])
-    for word in folders:
-        if word.startswith("-"):
-            raise ConfigError(f"{word}: no such option; give folders of runs, and out=FOLDER")
     if not folders:
         raise ConfigError("no folder given; name runs or a sweep, e.g. runs/2026-11-21/05-45-42")
     home, records = find_runs([Path(folder) for folder in folders])

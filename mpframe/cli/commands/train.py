@@ -25,14 +25,11 @@ from mpframe.cli.job import JobError, Jobs, print_error, sweep_of_ranks
 from mpframe.cli.program import current_folder_importable
 from mpframe.config import CONF
 from mpframe.config.command_line import prepare
-from mpframe.config.composing import compose_words, refusal_of
+from mpframe.config.composing import compose_typed, refusal_of
 from mpframe.config.overrides import (
     PRIMARY,
-    Source,
-    hydra_over,
     own_folder_first,
     parse_flags,
-    rewrite,
     source_of,
     word_of,
 )
@@ -66,7 +63,8 @@ def _train() -> None:
     flags, words = parse_flags(arguments)
     source = source_of(flags)
     only_prints = flags.cfg or flags.info or flags.help or flags.hydra_help
-    secrets = _find_secrets(source, words) if flags.cfg or flags.resolve else []
+    shows = flags.cfg or flags.resolve  # It would show the configuration's secrets.
+    secrets = secrets_of(values_of(compose_typed(words, source))) if shows else []
     shown = _printing(secrets) if only_prints else nullcontext()
     jobs = Jobs()
     try:
@@ -90,17 +88,8 @@ def of_this_rank(arguments: list[str]) -> list[str]:
     flags, words = parse_flags(arguments)
     if flags.multirun:
         raise sweep_of_ranks("-m")
-    source = source_of(flags)
-    with hydra_over(source):
-        separate(compose_words(rewrite(words), source.name).trainer.parallel)
+    separate(compose_typed(words, source_of(flags)).trainer.parallel)
     return arguments if place().rank == 0 else [*arguments, word_of("hydra.run.dir", gettempdir())]
-
-
-def _find_secrets(source: Source, words: list[str]) -> list[str]:
-    """Return the secrets that a configuration would show."""
-    with hydra_over(source):
-        values = values_of(compose_words(rewrite(words), source.name))
-    return secrets_of(values, os.environ)
 
 
 @contextmanager
