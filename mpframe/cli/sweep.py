@@ -32,8 +32,7 @@ from mpframe.files.text import say
 class SweepTable(Callback):
     """The keeper of `sweep.md` and `sweep.csv`, which prints the table in the end."""
 
-    def __init__(self) -> None:
-        self._folder = Path()
+    _folder = Path()  # the sweep's, known once it starts
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         _pin_sweep_dir(config)

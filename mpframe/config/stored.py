@@ -21,7 +21,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 from hydra.core.override_parser.types import Override
@@ -96,12 +96,7 @@ _UNUSED = {
 }
 # A complete configuration holds these, and an evaluation does not use them.
 _OPTIMIZER = {"_target_": "torch.optim.SGD", "lr": 1.0}
-_INSTEAD = {
-    "scheduler": None,
-    "loss_scaling": {"_target_": "mpframe.core.loss_scaling.none"},
-    "resume": "none",
-    "init_from": None,
-}
+_SCALING = {"_target_": "mpframe.core.loss_scaling.none"}
 
 
 def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Config:
@@ -117,8 +112,7 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
     overrides, composed = compose_named([*_choices_of(stored, words, trusted), *given])
     overrides = [o for o in overrides if o.key_or_group != "hydra.searchpath"]
     _refuse_unfit(overrides)
-    plain = OmegaConf.to_container(without_hydra(composed), resolve=False)
-    fresh = cast(dict[str, Any], plain)
+    fresh: Any = OmegaConf.to_container(without_hydra(composed), resolve=False)
     groups = {o.key_or_group for o in overrides if (CONF / o.key_or_group).is_dir()}
     taken = [o.key_or_group for o in overrides if o.key_or_group not in groups]
     named = groups & _words(words)
@@ -136,7 +130,8 @@ def config_of(text: str, path: Path, given: list[str], data: bool = True) -> Con
         _put(stored, key, fresh)
     parts = {"parts": {name: {**part, **_OPTIMIZER} for name, part in joint.items()}}
     optimizer = parts if joint else _OPTIMIZER
-    config = check_config(OmegaConf.create({**stored, **_INSTEAD, "optimizer": optimizer}))
+    whole = {**stored, "optimizer": optimizer, "loss_scaling": _SCALING}
+    config = check_config(OmegaConf.create(whole))
     if "dataset.workers" not in taken:  # As many as the machine of the run had cores for.
         config.data.workers = min(config.data.workers, os.cpu_count() or 1)
     if data:

@@ -26,13 +26,7 @@ from mpframe.cli.program import current_folder_importable
 from mpframe.config import CONF
 from mpframe.config.command_line import prepare
 from mpframe.config.composing import compose_typed, refusal_of
-from mpframe.config.overrides import (
-    PRIMARY,
-    own_folder_first,
-    parse_flags,
-    source_of,
-    word_of,
-)
+from mpframe.config.overrides import PRIMARY, own_folder_first, parse_flags, source_of, word_of
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.core.errors import MpframeError
 from mpframe.files.text import say, unreachable_in_one_line
