@@ -27,7 +27,7 @@ from mpframe.cli.program import current_folder_importable, without_secrets
 from mpframe.config.composing import check_config
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.config.schema import Config
-from mpframe.config.sweep import format_resolved, holds_this_run, make_stop_error
+from mpframe.config.sweep import holds_this_run, make_stop_error
 from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.file_lock import turn_in
 from mpframe.files.text import printable
@@ -128,7 +128,7 @@ def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
 
 def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
     """Return how the job ended when the sweep ran before, or make it resume if it did not end."""
-    if not holds_this_run(folder, format_resolved(composed), config.run.resume):
+    if not holds_this_run(folder, composed, config.run.resume):
         return None
     with suppress(FileNotFoundError):  # There is none if it was killed.
         summary = Summary.read(folder)

@@ -49,8 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif given[0] == _VERSION:
         say(versions())
     elif given[0] in ("-sc", "--shell-completion"):
-        if not _complete_command(given):
-            start("train", given, "mpframe")
+        _complete(given)
     else:
         name, *rest = given
         with one_line_exit():
@@ -96,17 +95,15 @@ def versions() -> str:
     return f"mpframe {__version__}, torch {torch}, hydra-core {hydra}, Python {python}"
 
 
-def _complete_command(arguments: list[str]) -> bool:
-    """Print the commands that complete the line, or return False for Hydra to complete an option.
+def _complete(arguments: list[str]) -> None:
+    """Print the commands that complete the line, or let Hydra complete an option.
 
     Hydra reads a program and its options, so the command is taken out.
     """
-    if not any(word.startswith("query=") for word in arguments):
-        return False
     program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
     name, space, options = typed.partition(" ")
-    if not space:
+    if not space and any(word.startswith("query=") for word in arguments):
         print(" ".join(command for command in COMMANDS if command.startswith(name)))
-        return True
-    os.environ["COMP_LINE"] = f"{program} {options}"
-    return False
+    else:
+        os.environ["COMP_LINE"] = f"{program} {options}"
+        start("train", arguments, "mpframe")

@@ -37,14 +37,7 @@ from mpframe.config.overrides import (
 )
 from mpframe.config.redaction import SECRET_NAME, hide, secrets_of
 from mpframe.config.schema import Config
-from mpframe.config.sweep import (
-    axes,
-    format_resolved,
-    holds_this_run,
-    leave_out,
-    refuse_unfit_choices,
-    words_of,
-)
+from mpframe.config.sweep import axes, holds_this_run, leave_out, refuse_unfit_choices, words_of
 from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import unreachable_in_one_line
@@ -158,8 +151,8 @@ def _check(config: DictConfig, option: str) -> None:
                     f"hydra.sweep.dir={folder}: its {file.name} is not a regular file; delete it, "
                     "or choose another folder"
                 )
-            options = format_resolved(without_hydra(job))
-            holds_this_run(folder / _folder(job, "hydra.sweep.subdir"), options, resume)
+            place = folder / _folder(job, "hydra.sweep.subdir")
+            holds_this_run(place, without_hydra(job), resume)
     finally:
         HydraConfig.instance().cfg = before
 

@@ -26,8 +26,7 @@ from mpframe.config.overrides import PRIMARY, parse_words, word_of
 from mpframe.config.redaction import HIDDEN, as_yaml, hide, secrets_of, values_of
 from mpframe.config.schema import WATCHING, only_watches
 from mpframe.core.errors import ConfigError, MpframeError, RunInterrupted
-from mpframe.files import stored_yaml
-from mpframe.files.stored_yaml import read_stored
+from mpframe.files.stored_yaml import parse_stored, read_stored
 from mpframe.files.text import few
 
 _VALUES_CHECKED = 512
@@ -150,15 +149,14 @@ ELSEWHERE = {"device", "dataset.root", "dataset.workers", "trainer.timeout"}
 """Options that depend on the machine and change none of a run's numbers."""
 # These only watch the training, but the summary depends on them.
 _DECIDING = {
-    *("trainer.eval_every", "trainer.monitor", "trainer.keep_best"),
-    "trainer.max_consecutive_skips",
+    f"trainer.{name}" for name in ("eval_every", "monitor", "keep_best", "max_consecutive_skips")
 }
 
 Options = Mapping[str, Any]
 
 
-def holds_this_run(folder: Path, options: str, resume: str) -> bool:
-    """Return whether a folder holds a run with these options, YAML as `format_resolved` makes it.
+def holds_this_run(folder: Path, composed: DictConfig, resume: str) -> bool:
+    """Return whether a folder holds a run with the options of a composed configuration.
 
     ConfigError: it holds another run, and `resume` is none.
     """
@@ -169,18 +167,15 @@ def holds_this_run(folder: Path, options: str, resume: str) -> bool:
         return False
     except OSError as error:
         raise MpframeError(f"{path}: cannot be read ({error.strerror})") from None
-    other = _other_results(stored, stored_yaml.parse_stored(options, path))
+    # As a run's folder holds them: resolved, without secrets.
+    options = as_yaml(composed, secrets_of(values_of(composed)), resolve=True)
+    other = _other_results(stored, parse_stored(options, path))
     if other and resume == "none":
         raise ConfigError(
             f"hydra.sweep.dir={folder.parent}: its {folder.name} is a run with other options, "
             f"{few(other)}; choose another folder, or add resume=auto to go on from its checkpoint"
         )
     return not other
-
-
-def format_resolved(composed: DictConfig) -> str:
-    """Return every option's value as YAML without secrets, as a run's folder holds them."""
-    return as_yaml(composed, secrets_of(values_of(composed)), resolve=True)
 
 
 def changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:

@@ -159,8 +159,7 @@ MISTAKES = {
     "checkpoint=RUN out=x weights_dtype=fp16": "weights_dtype=fp16: choose fp32, float16, bfloat16",
     "checkpoint=RUN out=m.onnx": "out=m.onnx: a file of format=safetensors ends in .safetensors; "
         "rename it, or give format=onnx",
-    "checkpoint=RUN out=x model.width=3": "model.width=3: format=safetensors builds no model; "
-        "leave it out, or give format=onnx",
+    "checkpoint=RUN out=x model.width=3": "model.width=3: no such option; ",
     "checkpoint=RUN out=x format=torch_export":
         "the checkpoint does not say that its model is called with plain tensors",
     "checkpoint=RUN out=x dynamic=[length]": "dynamic=[length]: format=safetensors has no graph; "

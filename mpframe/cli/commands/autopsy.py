@@ -22,12 +22,9 @@ from mpframe.cli.program import command, take_own
 from mpframe.cli.restored import rebuilt
 from mpframe.config.stored import config_of
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
-from mpframe.data.loading import Loader
 from mpframe.files.text import say
 from mpframe.lab.autopsy import evidence
-from mpframe.lab.autopsy.evidence import Evidence
 from mpframe.lab.autopsy.report import Report, examine, write_report
-from mpframe.training.trainer import Trainer
 
 
 @command
@@ -42,7 +39,13 @@ def of_evidence(folder: Path, given: list[str]) -> Report:
     step, weights, config = evidence.load(folder)
     trainer, train = rebuilt(config_of(config, folder / "config.yaml", given))
     trainer.load_weights(weights)
-    return _examine(step, train, trainer, folder)
+    # What a stranger put into the file is found as it is used.
+    wrong = AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError
+    try:
+        return examine(step.like(next(train.epoch(0))), trainer)
+    except (UserCodeError, *wrong) as error:
+        what = f"{folder}: its step does not run with this model and data ({first_line(error)})"
+        raise CheckpointError(f"{what}; give the options and the code of the run") from error
 
 
 def _evidence_in(path: Path, step: str | None) -> Path:
@@ -57,13 +60,3 @@ def _evidence_in(path: Path, step: str | None) -> Path:
     if step not in found:
         raise ConfigError(f"step={step}: {path} holds the evidence of {', '.join(found)}")
     return found[step]
-
-
-def _examine(step: Evidence, train: Loader, trainer: Trainer, path: Path) -> Report:
-    # What a stranger put into the file is found as it is used.
-    wrong = AttributeError, TypeError, ValueError, ArithmeticError, LookupError, RuntimeError
-    try:
-        return examine(step.like(next(train.epoch(0))), trainer)
-    except (UserCodeError, *wrong) as error:
-        what = f"{path}: its step does not run with this model and data ({first_line(error)})"
-        raise CheckpointError(f"{what}; give the options and the code of the run") from error

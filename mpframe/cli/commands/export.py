@@ -144,11 +144,8 @@ def _check(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     if options["dynamic"] and form not in GRAPHS:
         way_out = "give format=onnx or torch_export"
         raise ConfigError(f"dynamic={options['dynamic']}: format={form} has no graph; {way_out}")
-    for word in take_source(given)[1] if form not in (*GRAPHS, _FOLDER) else []:
-        if word.partition("=")[0].partition(".")[0] == "model":
-            way_out = "leave it out, or give format=onnx or torch_export"
-            raise ConfigError(f"{word}: format={form} builds no model; {way_out}")
-        refuse_words([word], _DEFAULTS)
+    if form not in (*GRAPHS, _FOLDER):  # No model is built, which would take options.
+        refuse_words(take_source(given)[1], _DEFAULTS)
     return options, given
 
 

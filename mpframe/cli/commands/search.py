@@ -148,15 +148,18 @@ def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proo
     The loss of a training that diverged is nan.
     """
     aim = Aim.of(config)
-    pins = {**config.ops.modules, **dict.fromkeys(pinned, aim.pin)}
-    found = replace(config, ops=replace(config.ops, modules=pins))
-    runs = {aim.kept: aim.reference(config), "found": found}
+    runs = {aim.kept: aim.reference(config), "found": _pin(config, pinned)}
     runs |= {f"all in {aim.others}": config} if pinned else {}
     first = config.run.seed
     return {
         name: [_train(options, steps, seed) for seed in range(first, first + seeds)]
         for name, options in runs.items()
     }
+
+
+def _pin(config: Config, pinned: Sequence[str]) -> Config:
+    modules = {**config.ops.modules, **dict.fromkeys(pinned, Aim.of(config).pin)}
+    return replace(config, ops=replace(config.ops, modules=modules))
 
 
 def _train(config: Config, steps: int, seed: int) -> Evaluation:
@@ -188,15 +191,12 @@ def _trainer(config: Config, task: Task) -> Trainer:
 def ops_yaml(config: Config, found: SearchResult) -> str:
     """Write lists and pins as a file of `conf/ops/`."""
     aim = Aim.of(config)
-    modules = {**config.ops.modules, **dict.fromkeys(found.pinned, aim.pin)}
     head = (
         f"# The modules that stay in {aim.kept} for a relative gradient error <= {found.target:g} "
         f"in {aim.others}.\n# It is {found.reached.worst:.3g}; "
         f"with nothing in {aim.kept} {found.all_half.worst:.3g}.\n"
     )
-    lists = {name: list(getattr(config.ops, name)) for name in ("allow", "deny", "infer")}
-    body = {**lists, "move": dict(config.ops.move), "modules": modules}
-    return head + str(yaml.safe_dump(body, sort_keys=False))
+    return head + str(yaml.safe_dump(vars(_pin(config, found.pinned).ops), sort_keys=False))
 
 
 def report(config: Config, found: SearchResult, proof: Proof | None) -> str:
