@@ -113,7 +113,7 @@ def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
     config, folder = check_config(composed), Path(hydra.runtime.output_dir)
     if hydra.mode is not RunMode.MULTIRUN:
         return _metric(_run(config, composed, hydra))
-    # Two jobs of a sweep may be the same, and run at the same time. Of the ranks, 0 has the turn.
+    # Two jobs of a sweep may be the same, and run at the same time. Rank 0 has the turn for all.
     with nullcontext() if place().rank else turn_in(folder):
         return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
 
