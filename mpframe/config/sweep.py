@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -64,7 +65,7 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     group, text = override.key_or_group, override.input_line
     choices = choices_of(group, words, name)
     try:
-        values = _values(override, draws, choices)
+        values = _values(override, draws)
     except (HydraException, ValueError) as error:
         raise ConfigError(f"{text}: {str(error).splitlines()[0]}; give other values") from None
     if not values:
@@ -80,11 +81,12 @@ def _words_of(override: Override, words: list[str], draws: bool, name: str) -> l
     return jobs
 
 
-def _values(override: Override, draws: bool, choices: list[str]) -> list[str]:
+def _values(override: Override, draws: bool) -> list[str]:
     """Return the values of a sweep over one option, or the ends of an interval."""
     value: Any = override.value()
-    if isinstance(value, Glob):
-        return list(value.filter(choices))
+    if isinstance(value, Glob):  # Hydra looks for its choices without hydra.searchpath.
+        loader = GlobalHydra.instance().config_loader()
+        return list(value.filter(loader.get_group_options(override.key_or_group)))
     if isinstance(value, IntervalSweep) and draws:
         return [str(value.start), str(value.end)]
     return list(itertools.islice(override.sweep_string_iterator(), _MOST_JOBS + 1))

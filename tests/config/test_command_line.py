@@ -168,8 +168,8 @@ def test_no_config_yaml_stands_in(more: list[str], tmp_path: Path, started: Any)
 @pytest.mark.slow
 def test_a_folder_of_ones_own_has_its_choices(own_folder: Path, started: Any) -> None:
     own, mine = "--config-dir=own", "--config-name=mine"
-    for flag in (own, "hydra.searchpath=[file://own]"):
-        (config,) = started(flag, "-m", "dtype=glob(s*)", "+recipe=short", "seed=9")
+    for words in ([own, "dtype=glob(s*)"], ["hydra.searchpath=[file://own]", "dtype=special"]):
+        (config,) = started(*words, "-m", "+recipe=short", "seed=9")
         assert (config.dtype.mode, config.trainer.epochs, config.seed) == ("amp", 1, 9)
     assert [config.seed for config in started(own, mine)] == [3]
     assert [config.seed for config in started(own, mine, "-m", "dtype=special")] == [7, 8]
