@@ -85,7 +85,7 @@ def rewrite(words: list[str]) -> list[str]:
     words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
     words = _choose_users_targets(words)
-    # Some options are those of only some choices of a swept group.
+    # Some options belong to only some choices of a swept group.
     swept = tuple(f"{o.key_or_group}." for o in parse_words(words) if o.is_sweep_override())
     return [f"++{word}" if word.startswith(swept) else word for word in words]
 

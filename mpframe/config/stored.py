@@ -39,7 +39,7 @@ _TARGET = "_target_"
 
 
 class Trusted:
-    """The targets that the shipped files, and those of a user's folder, name at their places."""
+    """The targets that the shipped files and a user's files name at their places."""
 
     def __init__(self, source: Source) -> None:
         self._folders = [CONF, *source.own_folders]

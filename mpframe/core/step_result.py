@@ -25,7 +25,7 @@ def read_verdicts(steps: Sequence[tuple[Tensor, Tensor | None]]) -> list[Verdict
     if len(steps) == 1 and steps[0][1] is None:
         return [Verdict(bool(steps[0][0].item()), 0)]
     numbers = [number for step in steps for number in step if number is not None]
-    together = [number.to(numbers[0].device) for number in numbers]  # Of several devices.
+    together = [number.to(numbers[0].device) for number in numbers]  # from several devices
     values = iter(torch.stack(together).tolist())
     return [Verdict(bool(next(values)), 0 if n is None else int(next(values))) for _, n in steps]
 

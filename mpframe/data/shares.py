@@ -94,7 +94,7 @@ class Shares(IterableDataset[Any]):
                 self._iterator = iter(self._view)
         while self._read < place.read and self._next() is not _END:
             pass
-        self._empty = place.read == 0  # Of the rest of a pass nothing is known.
+        self._empty = place.read == 0  # Nothing is known of the rest of a pass.
 
     def _open(self, number: int) -> None:
         """Begin a pass."""

@@ -141,9 +141,9 @@ class StreamLoader(Loader, Callback):
         made_with = {**state["made_with"], "ranks": len(state["ranks"])}
         for option, now in {**self._facts(), "ranks": self._comm.data_size}.items():
             if (then := made_with[option]) != now:
+                again = f"start {then} processes" if option == "ranks" else f"use {option}={then}"
                 raise CheckpointError(
-                    f"{option}={now}: the stream was read with {then}; use {option}={then}, "
-                    f"{_WAY_OUT}"
+                    f"{option}={now}: the stream was read with {then}; {again}, {_WAY_OUT}"
                 )
         self.close()
         self._start = _Reached(int(state["batches"]), *state["ranks"][self._comm.data_rank])

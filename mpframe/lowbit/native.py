@@ -178,7 +178,7 @@ def _try(left: Quantization, right: Quantization, device: torch.device) -> str:
     try:
         result = multiply(first, second)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        # Of a missing op torch says more: it lists all of its backends.
+        # torch says more of a missing op: it lists all of its backends.
         return first_line(error).split(". ")[0].rstrip(".")
     expected = first.values().double() @ second.values().double().t()
     right_numbers = torch.equal(result.double(), expected)

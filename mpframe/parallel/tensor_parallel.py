@@ -45,8 +45,8 @@ def parallelize(
     """Divide the layers of a plan that lie within some modules, in place, along a 1-d mesh.
 
     Their weights become DTensors, in the `formats` that they had. Each rank takes its parts of the
-    values it has. Of the patterns of a plan the last that fits decides. `done` holds the names of
-    layers that are divided already, and gets those of these. ConfigError: a pattern fits no
+    values it has. The last pattern of a plan that fits decides. `done` holds the names of
+    layers that are divided already, and gets the new ones. ConfigError: a pattern fits no
     module, or its style, a word of `STYLES` or a ParallelStyle, does not fit the module.
     """
     tied, inside = _tied(model), {module for owner in within for module in owner.modules()}

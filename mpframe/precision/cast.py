@@ -279,7 +279,7 @@ def cast_block(
 ) -> Iterator[None]:
     """Context manager in which ops are cast by `casts`.
 
-    It begins with these `pins`, if None with those of a block of the same casts around it, and with
+    It begins with these `pins`, if None as a block of the same casts around it has them, and with
     `autocast`, torch's state of enabled and dtype, by default enabled.
     """
     outer = active_block()

@@ -84,6 +84,8 @@ def resolve_device(name: str) -> torch.device:
     """
     if place().size > 1:
         return _of_this_rank(name)
+    if name == "cpu":  # torch may warn where it looks for other devices.
+        return torch.device("cpu")
     devices, mps = torch.cuda.device_count(), torch.backends.mps.is_available()
     there = ["cuda"] * bool(devices) + ["mps"] * mps + ["cpu"]
     if name == "auto":

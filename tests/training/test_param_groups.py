@@ -86,15 +86,19 @@ def test_they_resume_bit_for_bit_and_the_log_names_them(tmp_path: Path, caplog: 
     options += ["callbacks.freeze.epochs={hidden2.*.bias:1}", "trainer.ema_decay=0.9"]
     options += ["trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"]
     train(tmp_path / "whole", *options)
-    assert [line for line in caplog.messages if "tensors of" in line] == [
+    assert [
+        line
+        for line in caplog.messages
+        if line.startswith(("optimizer group", "frozen for", "trained from"))
+    ] == [
         "optimizer group default: 1 tensors of 64 values",
         "optimizer group no_decay: 3 tensors of 26 values, weight_decay 0",
         "optimizer group head: 1 tensors of 80 values, lr 0.001",
         "optimizer group stem: 1 tensors of 512 values, frozen",
-        "frozen for 4 steps: hidden2.*.weight (1 tensors of 64 values)",
-        "frozen for 1 epochs: hidden2.*.bias (1 tensors of 8 values)",
-        "trained from step 3 on: hidden2.*.bias (1 tensors of 8 values)",
-        "trained from step 5 on: hidden2.*.weight (1 tensors of 64 values)",
+        "frozen for 4 steps: hidden2.*.weight (1 tensors)",
+        "frozen for 1 epochs: hidden2.*.bias (1 tensors)",
+        "trained from step 3 on: hidden2.*.bias (1 tensors)",
+        "trained from step 5 on: hidden2.*.weight (1 tensors)",
     ]
     for at in (2, 5):
         resumed = cut(tmp_path / "whole", tmp_path / f"from {at}", at)

@@ -94,7 +94,7 @@ def predict(
     """Write a row for each sample of a part, in their order, and return how many.
 
     The `.csv` file appears whole or not at all. `outputs`: `class`, `probabilities` or `raw`, by
-    default the one that fits. `names` are those of the samples of `folder`, instead of numbers. The
+    default the one that fits. `names` name the samples of `folder`, instead of numbers. The
     run's metrics and callbacks are replaced.
     """
     dataset: Any = run.task.val if part == "folder" else getattr(run.task, part)

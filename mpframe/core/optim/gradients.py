@@ -232,7 +232,7 @@ class Accumulator:
                 only.scaler_amax = amax
                 only.amax = amax.masked_fill(as_count(count, amax.device) == 0, torch.inf)
             return only
-        if self._only is not None:  # A rank's only micro-batch. Its amax is that of all ranks.
+        if self._only is not None:  # A rank's only micro-batch. Its amax is over all ranks.
             self._unit, kept = self._note(self._only), list(self._only.by_master)
             self._sums = dict(zip(kept, self._only.pop_fp32(kept), strict=True))
         unit, count = self._unit, torch.stack(self._counts).sum()

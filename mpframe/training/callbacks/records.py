@@ -209,7 +209,7 @@ class Curves(Callback):
         return values | self._speed()
 
     def _stand(self) -> tuple[int, float, float]:
-        """Return samples, training seconds, and those of them in which the trainer waited."""
+        """Return samples, training seconds, and the seconds in which the trainer waited."""
         throughput = self._context.throughput
         return throughput.samples, throughput.train_seconds, self._context.train.waited
 

@@ -236,7 +236,7 @@ class GradientNorms(StepHook):
             if weight in self._group_of:
                 held.setdefault(self._group_of[weight], []).append(weight.grad)
         for group, gradients in held.items():
-            # Of a part that several ranks hold, each takes its share.
+            # Ranks that hold the same part take a share each.
             parts = [part_of(g) / copies_of(g) ** 0.5 if is_sharded(g) else g for g in gradients]
             each = torch._foreach_norm(list(map(_values, parts)))
             norm = torch.linalg.vector_norm(torch.stack(each))
