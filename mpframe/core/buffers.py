@@ -24,6 +24,7 @@ from mpframe.core.tree import not_finite
 _OF_TORCH = frozenset(vars(nn.Module()))  # Parameters, buffers, submodules, hooks, the mode.
 # Exactly these: a subclass may refuse to be changed, as the frozen dicts of configurations do.
 _CONTAINERS = {dict, OrderedDict, defaultdict, list, set, deque}
+_MISSING = object()  # in place of an entry that is not there
 
 
 class ModuleState:
@@ -68,11 +69,11 @@ class ModuleState:
     def find_replaced(self) -> list[tuple[Any, str, Any, Any]]:
         """Return each place with another object now: home, name, that object, the one before."""
         return [
-            (home, name, now.get(name), kept.get(name))
+            (home, name, now.get(name, _MISSING), kept.get(name, _MISSING))
             for home, kept in self._kept
             for now in [entries(home)]
             for name in kept | now
-            if now.get(name) is not kept.get(name)
+            if now.get(name, _MISSING) is not kept.get(name, _MISSING)
         ]
 
     def has_changed(self) -> bool:
@@ -160,6 +161,8 @@ class Buffers:
         for home, name, buffer, kept in moved:
             if isinstance(skipped, Tensor):
                 buffer.copy_(torch.where(skipped.to(buffer.device), kept, buffer))
+            elif skipped and kept is _MISSING:
+                del home[name]  # The forward pass has registered it.
             elif skipped:
                 home[name] = buffer.copy_(kept) if takes(buffer, kept) else kept
         if skipped is True:

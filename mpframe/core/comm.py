@@ -43,7 +43,7 @@ class Comm:
         size: how many processes there are.
         tensor: how many neighbouring ranks divide layers, and read the same share of the data.
         sharding: None if each process has all weights. Else it shards them, and `MasterWeights`
-            asks its `amax_before_sums(amax, scale)` how large this rank's gradients were.
+            asks its `amax_before_sums(amax, scale, stepped)` how large this rank's gradients were.
     """
 
     rank, size, tensor = 0, 1, 1
@@ -88,7 +88,7 @@ class Comm:
     def reduce(
         self, optimizer: Any, micro_batches: Sequence[MicroBatch], buffers: Buffers
     ) -> list[Tensor]:
-        """Average gradients and losses over the ranks, and give all ranks rank 0's buffers.
+        """Average the losses over the ranks (gradients follow in `step`), share rank 0's buffers.
 
         Return the mean of each loss over the good micro-batches of all ranks, 0-d.
         """

@@ -13,8 +13,7 @@ _PART = 0.75  # The likeness of a name that contains the word, about as for a ty
 class MpframeError(Exception):
     """Something the user can fix. Its text is one line and names the way out."""
 
-    exit_code = 1
-    """The program ends with it."""
+    exit_code = 1  # of the program
 
 
 class ConfigError(MpframeError):

@@ -9,6 +9,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -97,8 +98,6 @@ class NamedObjective:
 
 def samples_in(batch: Any) -> int:
     """Return the size of a batch's first tensor along dimension 0."""
-    if type(batch) is tuple and batch and isinstance(batch[0], Tensor) and batch[0].dim():
-        return len(batch[0])  # At once: this runs in every step.
     return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
 
 
@@ -152,7 +151,6 @@ def _source(objective: Objective) -> str:
 
 
 LossFunction = Callable[[Any, Any], Tensor]
-_WITH_DEFAULTS = nn.NLLLoss()  # It counts as torch's functions do: all but -100, without weights.
 
 
 class Supervised:
@@ -166,6 +164,7 @@ class Supervised:
 
     def __init__(self, loss: LossFunction, option: str = "objective") -> None:
         self.loss, self._option = loss, f"{option}: the loss"
+        self._labels = _find_labels(loss)
         self.source = f"{self._option} {name_of(loss)}"
 
     def __call__(self, model: nn.Module, batch: Any) -> StepOutput:
@@ -191,16 +190,22 @@ class Supervised:
                 loss = self.loss(outputs, targets)
             except BaseException:
                 blame(self._option, self.loss, outputs=outputs, targets=targets)
-        return StepOutput(loss, outputs, targets, _count_labels(self.loss, targets))
+        return StepOutput(loss, outputs, targets, _count_labels(self._labels, targets))
+
+
+def _find_labels(loss: Any) -> nn.Module | None:
+    """Return torch's loss over classes that counts labels as `loss` does, if `loss` is of one."""
+    given = loss.keywords if isinstance(loss, partial) else {}
+    if getattr(loss, "func", loss) in (nn.functional.cross_entropy, nn.functional.nll_loss):
+        counted = given.keys() & {"weight", "ignore_index", "reduction"}
+        return nn.NLLLoss(**{name: given[name] for name in counted})
+    return loss if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
 
 
 def _count_labels(loss: Any, targets: Any) -> Tensor | int | None:
     """Return what torch's mean over classes divides by: the labels, or the sum of their weights."""
-    if loss is nn.functional.cross_entropy or loss is nn.functional.nll_loss:
-        loss = _WITH_DEFAULTS
-    of_labels = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) and loss.reduction == "mean"
-    if not of_labels or targets.is_floating_point():  # Probabilities: a mean over samples.
-        return None
+    if loss is None or loss.reduction != "mean" or targets.is_floating_point():
+        return None  # Probabilities are a mean over samples.
     counts = targets != loss.ignore_index
     if loss.weight is not None:
         return torch.where(counts, loss.weight[torch.where(counts, targets, 0)], 0.0).sum()

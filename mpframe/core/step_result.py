@@ -35,7 +35,7 @@ class StepResult:
     """The result of one optimizer step. Every value stays on the device until it is read.
 
     Attributes:
-        found_inf: 0-d, 1 if the gradients were not finite and nothing was changed, else 0.
+        found_inf: 0-d, 1 if the step was skipped, as its gradients were not finite, else 0.
         amax: 0-d float32, the largest |gradient|, unscaled, before clipping, inf on overflow.
         grad_norm: 0-d float32, the global 2-norm of the gradients, unscaled, before clipping.
         scale: 0-d float32, the loss scale this step was computed with.

@@ -1,6 +1,6 @@
 """Whose code failed: an error in a user's model, loss, metric or optimizer becomes one line.
 
-    with user_code("model", model, inputs=inputs):
+    with user_code("model:", model, inputs=inputs):
         outputs = model(inputs)
 
     model: Net raised RuntimeError (mat1 and mat2 must have the same dtype, but got Byte and Float)

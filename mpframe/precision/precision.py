@@ -196,7 +196,7 @@ class Precision:
         return handles
 
     def cast(self) -> AbstractContextManager[None]:
-        """Return a block that runs its ops by the lists, and casts each weight at most once.
+        """Return a block that runs its ops by the lists, and casts each trained weight once.
 
         The innermost block decides, even an fp32 one, and only in the thread that enters it.
         """

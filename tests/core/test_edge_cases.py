@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixtures import refused
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim import SGD
 from vocabulary import inside
@@ -14,6 +15,7 @@ from mpframe import MasterWeights, OpLists, Precision
 from mpframe.core.comm import Comm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
+from mpframe.core.optim.gradients import measure_grads
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
 from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
@@ -86,6 +88,57 @@ def test_an_empty_micro_batch_leaves_no_trace_in_buffers() -> None:
     trainer = StepTrainer(model, optimizer, objective, precision)
     result = trainer.train_step(torch.ones(4, 4), torch.ones(0, 4))
     assert (bool(result.skipped), model.mean.item()) == (False, 0.5)
+
+
+class Lazy(nn.Linear):
+    """Registers a buffer in its first forward pass."""
+
+    def forward(self, x):
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.zeros(4))
+        self.cache += 1
+        self.steps += 1
+        return super().forward(x) + self.cache.mean()
+
+
+def test_a_buffer_that_a_skipped_step_registers_is_gone() -> None:
+    precision, model, optimizer = prepared(Lazy(4, 4), "fp32")
+    model.register_buffer("steps", torch.zeros(()))
+    objective = lambda model, x: StepOutput(model(x).mean(), len(x))  # noqa: E731
+    trainer = StepTrainer(model, optimizer, objective, precision)
+    for x, steps in ((torch.inf, 0), (1.0, 1), (1.0, 2)):
+        trainer.train_step(torch.full((2, 4), x))
+        assert ("cache" in model._buffers, model.steps.item()) == (steps > 0, steps)
+    assert model.cache.tolist() == [2.0] * 4
+
+
+def test_float64_gradients_are_measured_on_an_accelerator() -> None:
+    """In fake tensors: the norm of a float64 tensor cannot be asked for in float32."""
+    with FakeTensorMode(), torch.device("cuda"):
+        wide = {torch.empty(4): torch.empty(4), torch.empty(4): torch.empty(4).double()}
+        gradients = measure_grads(wide, 1.0, torch.device("cuda"), with_norm=True)
+    assert {gradients.amax.dtype, gradients.norm().dtype} == {torch.float32}
+
+
+def test_a_module_with_an_extra_state_loads_its_masters() -> None:
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"seen": 1}
+
+        def set_extra_state(self, state) -> None: ...
+
+    _, model, optimizer = prepared(Extra(2, 2), "mixed")
+    optimizer.load_masters(model, optimizer.masters_by_name(model))
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was() -> None:
+    _, model, optimizer = prepared(nn.Linear(2, 2), "mixed")
+    wrong = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    assert "masters hold real numbers" in refused(
+        ConfigError, optimizer.add_param_group, {"params": [wrong]}
+    )
+    model(torch.ones(1, 2).half()).sum().backward()
+    assert not optimizer.step().skipped
 
 
 def test_a_buffer_is_rounded_alike_when_stored_and_when_loaded() -> None:

@@ -141,7 +141,8 @@ FEW_LABELS = [0, 1, -100, -100, -100, -100, -100, 2]
     (nn.NLLLoss(torch.tensor([10.0, 1, 1, 1]), ignore_index=3), [0, 3, 1, 3, 3, 2, 0, 1]),
     (F.cross_entropy, FEW_LABELS),
     (F.nll_loss, FEW_LABELS),
-], ids=["weights", "few", "none in one", "dense", "NLL", "function", "NLL function"])  # fmt: skip
+    (partial(F.cross_entropy, ignore_index=3, label_smoothing=0.1), [0, 3, 1, 3, 3, 2, 0, 1]),
+], ids=["weights", "few", "none in one", "dense", "NLL", "function", "NLL function", "partial"])  # fmt: skip
 def test_a_batch_may_be_cut_though_its_loss_is_a_mean_over_labels(mode, loss, labels) -> None:
     """Two micro-batches are one batch of 8 in training, and in validation batches of any size."""
     targets, seen = torch.tensor(labels), []
@@ -164,7 +165,7 @@ def test_what_is_no_mean_over_labels_counts_samples() -> None:
     for loss, targets in (
         (nn.CrossEntropyLoss(), shares), (nn.CrossEntropyLoss(reduction="sum"), labels),
         (nn.MSELoss(), shares), (F.cross_entropy, shares),
-        (partial(F.cross_entropy, ignore_index=1), labels),
+        (partial(F.cross_entropy, reduction="sum"), labels),
     ):  # fmt: skip
         output = supervised(loss)(nn.Identity(), (torch.zeros(3, 4), targets))
         assert output.count is None

@@ -35,14 +35,6 @@ Half = torch.dtype | str
 """A 16-bit format, or its name."""
 
 
-def _half_format(value: Half) -> torch.dtype:
-    """Return the 16-bit format that `value` is or names, else raise ConfigError."""
-    for name, half in HALVES.items():
-        if value in (name, half):
-            return half
-    raise make_range_error("loss_scaling.half", value, "float16 or bfloat16", DEFAULT)
-
-
 class AdaptiveScaler(Scaler, ABC):
     """A scaler that moves within [min_scale, max_scale] and can start from a probe.
 
@@ -52,7 +44,10 @@ class AdaptiveScaler(Scaler, ABC):
     def __init__(
         self, init_scale: InitScale, min_scale: float, max_scale: float, half: Half
     ) -> None:
-        self._limit = torch.finfo(_half_format(half)).max
+        dtype = HALVES.get(str(half).removeprefix("torch."))
+        if dtype is None:
+            raise make_range_error("loss_scaling.half", half, "float16 or bfloat16", DEFAULT)
+        self._limit = torch.finfo(dtype).max
         self._top = math.log2(self._limit)
         self._min = number("min_scale", min_scale, SCALES)
         self._max = number("max_scale", max_scale, SCALES)

@@ -41,9 +41,9 @@ class LossScaler(Protocol):
         """The present scale: 0-d, float32, finite, > 0, on the scaler's device."""
 
     def update(self, amax: Tensor) -> None:
-        """Learn the largest |unscaled gradient| of a step.
+        """Learn the largest |unscaled gradient| of a step, of any of its micro-batches.
 
-        `amax` is 0-d float32, >= 0; inf or nan if the step overflowed.
+        `amax` is 0-d float32, >= 0; inf or nan if it overflowed, 0 if no sample counted.
         """
 
     def to(self, device: torch.device | str) -> Self:
@@ -109,12 +109,12 @@ class Scaler:
         return {"kind": self.kind, "wants_probe": self.wants_probe, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state` bit for bit, on this scaler's device. Its arguments stay.
+        """Continue from `state` bit for bit, on this scaler's device. Its other arguments stay.
 
         Raises:
             CheckpointError: `state` is damaged, or was made by another kind of scaler.
         """
-        saved = state.get("kind")
+        saved = state.get("kind", NoScaling.kind)
         if saved != self.kind:
             raise CheckpointError(
                 f"loss_scaling={self.kind} cannot continue the saved state of {saved}: "

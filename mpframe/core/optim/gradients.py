@@ -190,7 +190,8 @@ def _measure(
             # On a CPU the infinity norm takes 9 to 20 times as long as finding both ends.
             ends += chain.from_iterable(map(torch.aminmax, values))
         else:
-            ends += torch._foreach_norm(values, torch.inf, torch.float32)
+            kind = torch.float32 if values is half else None  # float64 cannot be narrowed.
+            ends += torch._foreach_norm(values, torch.inf, kind)
     if not ends:
         return torch.zeros((), device=device), None
     norms = torch._foreach_norm(wide) if with_norm else ()

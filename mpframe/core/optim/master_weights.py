@@ -36,8 +36,6 @@ from mpframe.core.optim.widening import Frozen, frozen_beside, widen_turned, wid
 from mpframe.core.step_result import StepResult, Verdict, read_verdicts
 from mpframe.core.tree import HALF, host_waits_for, is_apple
 
-Bucket = list[Pair]  # half weights with their masters
-
 _TORCHS = "ASGD Adadelta Adafactor Adagrad Adam AdamW Adamax Muon NAdam RAdam RMSprop Rprop SGD"
 _STEPS_BY_PARAMETER = {getattr(torch.optim, name) for name in _TORCHS.split()}
 
@@ -69,7 +67,7 @@ class MasterWeights(OptimizerWrapper):
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         self.needs_closure = closure is not None and closure.default is closure.empty
         self.comm: Comm = SINGLE_PROCESS
-        self._buckets: list[Bucket] = [[]]
+        self._buckets: list[list[Pair]] = [[]]
         self._frozen: list[Frozen] = []
         self._steps = 0  # how many have begun
         self.accumulator = Accumulator()
@@ -273,7 +271,7 @@ class MasterWeights(OptimizerWrapper):
         return {**super().__getstate__(), "_frozen": []}  # A copy's frozen weights are fp32.
 
     def _update(
-        self, bucket: Bucket, masters: list[Tensor], gradients: Gradients, found_inf: Tensor | None
+        self, bucket: list[Pair], masters: list[Tensor], gradients: Gradients, found_inf: Any
     ) -> None:
         if bucket:  # In fp32 there are no half weights.
             sync_from_weights(bucket)

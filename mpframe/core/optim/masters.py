@@ -1,8 +1,8 @@
 """The fp32 value behind each half weight: its master.
 
-Other code may write the weight (load_state_dict, init, copy_, clamp_, .data). The master notices
-this by the weight's version, or on a CPU by its bits, and takes over the written value before the
-next step. A weight has one master, whichever optimizers hold it.
+Other code may write the weight (load_state_dict, init, copy_, clamp_, a new .data). The master sees
+it by the weight's version, or on a CPU by its bits, and takes over the written value. On an
+accelerator p.data.clamp_() leaves no trace. A weight has one master, whichever optimizers hold it.
 """
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -223,7 +223,8 @@ def load_weights(
     model: nn.Module, masters: Mapping[str, Tensor], weights: Mapping[str, Tensor]
 ) -> None:
     """Load parameters and buffers by name, as `MasterWeights.load_masters` says."""
-    present = {**model.state_dict(), **masters}
+    tensors = {n: value for n, value in model.state_dict().items() if isinstance(value, Tensor)}
+    present = {**tensors, **masters}
     for name in sorted(present.keys() ^ weights.keys()):
         what = "is missing from" if name in present else "is unknown to the model but in"
         raise CheckpointError(f"weights: {name!r} {what} the checkpoint; load the model it is of")

@@ -114,7 +114,11 @@ class OptimizerWrapper(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer, and masters of its half parameters."""
         self.optimizer.add_param_group(param_group)
-        self._register_groups()
+        try:
+            self._register_groups()
+        except ConfigError:
+            del self.optimizer.param_groups[self._registered :]
+            raise
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state and `masters`, in the order of the groups."""

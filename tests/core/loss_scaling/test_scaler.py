@@ -117,6 +117,8 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         "loss_scaling=Backoff cannot continue the saved state of LogMax: use loss_scaling=LogMax, "
         "or start a new run from the saved weights"
     )
+    text = refused(CheckpointError, scaler.load_state_dict, NoScaling().state_dict())
+    assert "the saved state of none: use loss_scaling=none" in text
     assert scaler.scale == 2.0**16
 
 
