@@ -26,10 +26,8 @@ from mpframe.files.plain_file import read_regular
 from mpframe.files.stored_yaml import parse_stored
 
 SCHEMA = 1
-_SUMMARY = "summary.json"
 _LARGEST_SUMMARY = 2**20  # bytes
 _RESULTS = ("status", "steps", "skipped_steps", "train_loss", "monitor", "best", "best_step")
-_PACKAGES = ("torch", "torchvision", "mpframe")
 KEY = "mpframe"  # the name under which a file holds the sidecar's JSON
 
 
@@ -62,13 +60,17 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
         },
         "versions": {"trained_with": usage.get("versions"), "exported_with": versions()},
     }
-    return dict(_plain(facts, path))
+    try:  # JSON holds no number that is not finite: a word stands for it.
+        return dict(json.loads(json.dumps(facts), parse_constant=lambda word: str(float(word))))
+    except (TypeError, ValueError, RecursionError) as error:
+        said = f"{path}: holds what JSON cannot ({error}); use another checkpoint"
+        raise CheckpointError(said) from None
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions of torch, torchvision and mpframe, None if one is not installed."""
-    found: dict[str, str | None] = dict.fromkeys(_PACKAGES)
-    for name in _PACKAGES:
+    found: dict[str, str | None] = dict.fromkeys(("torch", "torchvision", "mpframe"))
+    for name in found:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -108,7 +110,8 @@ def _results(path: Path) -> dict[str, Any] | None:
     if folder.name != FOLDER:
         return None  # It was copied out of its run.
     try:
-        summary = _mapping(json.loads(read_regular(folder.parent / _SUMMARY, _LARGEST_SUMMARY)))
+        written = read_regular(folder.parent / "summary.json", _LARGEST_SUMMARY)
+        summary = _mapping(json.loads(written))
     except (OSError, ValueError, RecursionError):
         return None  # The run has not ended.
     measured = ("val_", "test")
@@ -117,15 +120,6 @@ def _results(path: Path) -> dict[str, Any] | None:
 
 def _mapping(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _plain(facts: dict[str, Any], path: Path) -> Any:
-    """Return facts as JSON holds them, with words for numbers that are not finite."""
-    try:
-        return json.loads(json.dumps(facts), parse_constant=lambda word: str(float(word)))
-    except (TypeError, ValueError, RecursionError) as error:
-        said = f"{path}: holds what JSON cannot ({error}); use another checkpoint"
-        raise CheckpointError(said) from None
 
 
 FORMATS = {  # with the endings of their files

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from mpframe.checkpoint.export import KEY
 from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError, first_line
@@ -89,22 +90,13 @@ def open_sizes(inputs: Inputs, dynamic: Any = None) -> OpenSizes:
     return {**{name: {} for name in shapes}, **sizes}
 
 
-def trace_model(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    dtype: str,
-    inputs: Inputs,
-    sizes: OpenSizes,
-) -> torch.export.ExportedProgram:
+def trace_model(model: nn.Module, inputs: Inputs, sizes: OpenSizes) -> ExportedProgram:
     """Export a model on the CPU as a graph, with torch.export, and leave it in evaluation mode.
 
-    tensors: all parameters and buffers, in `dtype`. inputs: a sidecar's. sizes: what may vary.
-
     The outputs are tensors, or tuples, lists and dicts of them, so that torch can load the graph
-    without the model's classes. CheckpointError: the weights are another model's. UserCodeError:
-    the model cannot be traced, or fixes a size that must vary.
+    without the model's classes. UserCodeError: the model cannot be traced, or fixes a size that
+    must vary.
     """
-    load_exported(model, tensors, dtype)
     model.register_forward_hook(lambda module, given, output: _plain_output(output))
     # Two samples of zeros, which are valid indexes of any table.
     examples = {
@@ -136,7 +128,7 @@ def trace_model(
     return program
 
 
-def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> None:
+def _run_doubled(program: ExportedProgram, sizes: OpenSizes) -> None:
     """Run a graph with its named sizes doubled, because the tracer does not prove all of them."""
     arguments, keywords = program.example_inputs
     given = [*arguments, *keywords.values()]
@@ -149,14 +141,14 @@ def _run_doubled(program: torch.export.ExportedProgram, sizes: OpenSizes) -> Non
     program.module()(*given[: len(arguments)], **named)
 
 
-def _traced_inputs(program: torch.export.ExportedProgram) -> list[Any]:
+def _traced_inputs(program: ExportedProgram) -> list[Any]:
     """Return a graph's inputs, whose shapes have a symbol for each size that may vary."""
     nodes = {node.name: node.meta.get("val") for node in program.graph.nodes}
     return [nodes[name] for name in program.graph_signature.user_inputs]
 
 
 def describe_inputs(
-    program: torch.export.ExportedProgram, inputs: Inputs, sizes: OpenSizes
+    program: ExportedProgram, inputs: Inputs, sizes: OpenSizes
 ) -> list[dict[str, Any]]:
     """Describe the inputs of a graph, with the name of each size that may vary, or null.
 
@@ -181,14 +173,14 @@ def describe_inputs(
     return described
 
 
-def as_pt2(program: torch.export.ExportedProgram, words: str) -> bytes:
+def as_pt2(program: ExportedProgram, words: str) -> bytes:
     """Return the content of a `.pt2` file with `words` as its extra file `mpframe`."""
     file = io.BytesIO()
     torch.export.save(program, file, extra_files={KEY: words})
     return file.getvalue()
 
 
-def as_onnx(program: torch.export.ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
+def as_onnx(program: ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
     """Return an `.onnx` file's content: the names of sizes in `inputs`, `words` as metadata."""
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
@@ -241,12 +233,8 @@ def graph_inputs(facts: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
 
 def without_labels(inputs: list[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
     """Return the inputs without labels that only the model's loss needed."""
-    parameters = inspect.signature(model.forward).parameters
-    left_out = {
-        name
-        for name in _LABELS
-        if name in parameters and parameters[name].default is not inspect.Parameter.empty
-    }
+    parameters = inspect.signature(model.forward).parameters.values()
+    left_out = {p.name for p in parameters if p.name in _LABELS and p.default is not p.empty}
     return [one for one in inputs if one["name"] not in left_out]
 
 

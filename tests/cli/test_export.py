@@ -269,9 +269,8 @@ class Columns(nn.Module):
 
 
 def traced(model: nn.Module, *inputs: Any, dynamic: Any = None) -> Any:
-    tensors, _ = convert_weights(model.state_dict(), "fp32")
     given = [*inputs] or [WORDS]
-    return trace_model(model, tensors, "fp32", given, open_sizes(given, dynamic))
+    return trace_model(model, given, open_sizes(given, dynamic))
 
 
 def test_the_outputs_of_a_text_of_any_length_are_named(tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def main(arguments: list[str]) -> None:
         config = config_of(snapshot.config, folder / "config.yaml", given)
         facts["model"] = export.model_facts(config.model)
         model = build_model(config)
-    if form == _FOLDER and model is not None:
         export_graph.load_exported(model, tensors, dtype)
+    if form == _FOLDER and model is not None:
         with writing(out):
             library = huggingface.write_folder(out, model, _without_secrets(facts))
         guide = f"a {library} model, and its README.md"
@@ -119,7 +119,7 @@ def _content(
     inputs = export_graph.without_labels(facts["inputs"], model)
     dynamic = options["dynamic"] and parse_words([f"dynamic={options['dynamic']}"])
     sizes = export_graph.open_sizes(inputs, dynamic[0].value() if dynamic else None)
-    graph = export_graph.trace_model(model, tensors, options["weights_dtype"], inputs, sizes)
+    graph = export_graph.trace_model(model, inputs, sizes)
     facts["inputs"] = export_graph.describe_inputs(graph, inputs, sizes)
     words = export.as_json(_without_secrets(facts))
     if options["format"] == "onnx":
