@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -45,11 +45,6 @@ def step_of(path: Path) -> int:
 def parts_of(rank: int) -> str:
     """Return the name of the file with a rank's parts of divided tensors."""
     return f"parts_{rank:05d}.pt"
-
-
-def all_parts(names: Iterable[str]) -> list[str]:
-    """Return the names of the files with ranks' parts."""
-    return [name for name in names if name.startswith("parts_")]
 
 
 def hidden_path(path: Path, why: str) -> Path:
@@ -99,26 +94,24 @@ class Manifest:
                 "name a run's folder or a checkpoint in it"
             ) from None
         with raise_as_damaged(path, "not a manifest"):
-            return cls._parse(json.loads(written), path)
-
-    @classmethod
-    def _parse(cls, sealed: Any, path: Path) -> Self:
-        version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
-        files = {
-            name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
-            for name, entry in content["files"].items()
-        }
-        facts = dict(content["facts"])
-        if not {STATE, CONFIG} <= files.keys() or not all(map(_FILE.fullmatch, files)):
-            raise ValueError("it names other files than a checkpoint has")
+            sealed = json.loads(written)
+            version, content, digest = sealed["format"], sealed["content"], sealed["sha256"]
+            files = {
+                name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
+                for name, entry in content["files"].items()
+            }
+            manifest = cls(files, dict(content["facts"]))
+            if not {STATE, CONFIG} <= files.keys() or not all(map(_FILE.fullmatch, files)):
+                raise ValueError("it names other files than a checkpoint has")
+            same = digest == content_digest(version, content)
         if version != FORMAT:
             raise CheckpointError(
-                f"{path.parent}: format {version!r:.40}, this version reads {FORMAT}; "
+                f"{folder}: format {version!r:.40}, this version reads {FORMAT}; "
                 "use the version of mpframe that wrote it"
             )
-        if digest != content_digest(version, content):
+        if not same:
             raise CheckpointError(f"{path}: damaged, its digest differs; use an older one")
-        return cls(files, facts)
+        return manifest
 
     def verify(self, folder: Path, rank: int = 0, ranks: int = 1) -> None:
         """Compare every file, or a rank's share of them, with its size and digest."""
@@ -171,7 +164,13 @@ def rank_to_beat(folder: Path, count: int) -> float:
 
 def _ranked(folder: Path) -> list[tuple[float, Path]]:
     """Return the rank and path of each validated checkpoint, in the order of `best_in`."""
-    ranked = [(rank, path) for path in all_in(folder) if (rank := _rank_of(path)) is not None]
+    ranked = []
+    for path in all_in(folder):
+        # A manifest may be missing, and its facts may be anything.
+        with suppress(CheckpointError, LookupError, TypeError, ValueError, OverflowError):
+            place = rank_of(Manifest.read(path).facts.get("validation"))
+            if place is not None:
+                ranked.append((place, path))
     return sorted(ranked, key=lambda pair: pair[0])
 
 
@@ -214,11 +213,3 @@ def tidy(folder: Path) -> None:
             path.unlink()
         else:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _rank_of(path: Path) -> float | None:
-    """Return the rank of a checkpoint, or None if it was not validated or cannot be read."""
-    try:
-        return rank_of(Manifest.read(path).facts.get("validation"))
-    except (CheckpointError, LookupError, TypeError, ValueError, OverflowError):
-        return None  # A manifest's facts may be anything.

@@ -242,18 +242,11 @@ def _weights_in(state: Any, path: Path) -> dict[str, Tensor]:
     """Return the state dict that a saved object is, or has as one of its entries."""
     known = isinstance(state, Mapping)
     for place in [state, *map(state.get, _ENTRIES)] if known else ():
-        tensors = _tensors_of(place) if isinstance(place, Mapping) else {}
+        items = place.items() if isinstance(place, Mapping) else ()
+        tensors = {n: t.detach() for n, t in items if isinstance(n, str) and isinstance(t, Tensor)}
         if tensors:
             return tensors
     held = ", ".join(sorted(map(str, state)) if known else [type(state).__name__])
     raise CheckpointError(
         f"{path}: holds no state dict, but {held[:200] or 'nothing'}; save only the state dict"
     )
-
-
-def _tensors_of(state: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return {
-        name: tensor.detach()
-        for name, tensor in state.items()
-        if isinstance(name, str) and isinstance(tensor, Tensor)
-    }

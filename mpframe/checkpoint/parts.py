@@ -32,13 +32,9 @@ class Pieces(Tensor):
     """A read-only tensor in mapped files, put together anew each time that it is used.
 
     A slice of it reads no more than the slice. `to` returns an ordinary tensor.
-
-    Args:
-        shape: of the whole.
-        pieces: parts of it that do not overlap, by the index at which each begins.
     """
 
-    _pieces: Mapping[Index, Tensor]
+    _pieces: Mapping[Index, Tensor]  # They do not overlap. By the index at which each begins.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod

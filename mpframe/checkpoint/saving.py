@@ -25,7 +25,6 @@ from mpframe.checkpoint.folder import (
     MANIFEST,
     STATE,
     Manifest,
-    all_parts,
     entry_of,
     hidden_path,
     newest,
@@ -199,7 +198,7 @@ def _read(path: Path, manifest: Manifest, in_parts: bool) -> Snapshot:
     """Read the files of a checkpoint that were verified."""
     with raise_as_damaged(path / CONFIG, "not text"):
         config = read_regular(path / CONFIG, _LARGEST_CONFIG).decode()
-    parts = all_parts(manifest.files)
+    parts = sorted(manifest.files.keys() - {STATE, CONFIG})
     with raise_as_damaged(path / STATE, "not a saved state"):
         state = load_untrusted(path / STATE, mapped=in_parts and not parts)
         if not isinstance(state, dict):

@@ -78,18 +78,14 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
         """Take the present states without waiting for the device."""
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        if device.type == "mps":
-            on_device = torch.mps.get_rng_state()
-        return cls(torch.get_rng_state(), on_device)
+        module, on_gpu = torch.get_device_module(device), device.type in ("cuda", "mps")
+        return cls(torch.get_rng_state(), module.get_rng_state(device) if on_gpu else None)
 
     def restore(self, device: torch.device) -> None:
         """Set the generators to these states."""
         torch.set_rng_state(self.cpu)
-        if self.device is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.device, device)
-        if self.device is not None and device.type == "mps":
-            torch.mps.set_rng_state(self.device)
+        if self.device is not None and device.type in ("cuda", "mps"):
+            torch.get_device_module(device).set_rng_state(self.device, device)
 
 
 OTHER_RANKS = "other_ranks"  # the entry of a state with the list of the states of ranks 1, 2, ...

@@ -110,8 +110,8 @@ def test_scalers(kind, monkeypatch) -> None:
 def test_the_random_state_is_saved_and_restored(monkeypatch) -> None:
     kept = []
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: torch.ones(3))
-    monkeypatch.setattr(torch.mps, "set_rng_state", kept.append)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device="mps": torch.ones(3))
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda new, device="mps": kept.append(new))
     state = checkpoint.rng_state()
     checkpoint.restore_rng(state)
     device = torch.device("mps")
