@@ -4,6 +4,7 @@ Hydra's sweeper completes every trial with its job's value, and fails if one has
 it gets `Storage`, in which a pruned trial stays pruned.
 """
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mpframe.training.trainer import Trainer
 _OPTION = "callbacks.pruning"
 
 
+@dataclass(eq=False)
 class Pruning(Callback):
     """Reports each validation to a trial, and ends the run as pruned if the study's pruner says so.
 
@@ -40,17 +42,12 @@ class Pruning(Callback):
         ConfigError: there is no such study or running trial, or its direction is not the metric's.
     """
 
-    def __init__(
-        self,
-        storage: str | None = None,
-        study: str | None = None,
-        trial: int | None = None,
-        pruner: BasePruner | None = None,
-    ) -> None:
-        self._place = {"storage": storage, "study": study}
-        self._number, self._pruner = trial, pruner
-        self._trial: Trial | None = None
-        self._validations = 0
+    storage: str | None = None
+    study: str | None = None
+    trial: int | None = None
+    pruner: BasePruner | None = None
+    _trial: Trial | None = field(default=None, init=False)
+    _validations: int = field(default=0, init=False)
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         if trainer.comm.is_main:
@@ -88,19 +85,19 @@ class Pruning(Callback):
 
     def _load_study(self) -> Study:
         sweeper = HydraConfig.get().sweeper if HydraConfig.initialized() else {}
-        storage, name = self._place["storage"], self._place["study"] or sweeper.get("study_name")
+        name = self.study or sweeper.get("study_name")
         if isinstance(given := sweeper.get("storage"), str):
             raise ConfigError(
                 f"hydra.sweeper.storage={given}: this sweeper fails if a trial is pruned; use "
                 f"hydra/sweeper=pruning hydra.sweeper.storage.url={given}"
             )
-        storage = storage or (given or {}).get("url")
+        storage = self.storage or (given or {}).get("url")
         if storage is None or name is None:
             raise ConfigError(
                 f"{_OPTION}.storage=null: no sweep has a study here; use hydra/sweeper=pruning, or "
                 f"give {_OPTION}.storage, .study and .trial"
             )
-        parts = {"sampler": RandomSampler(), "pruner": self._pruner}  # Nothing is sampled.
+        parts = {"sampler": RandomSampler(), "pruner": self.pruner}  # Nothing is sampled.
         try:
             return optuna.load_study(study_name=name, storage=storage, **parts)
         except KeyError:
@@ -111,10 +108,10 @@ class Pruning(Callback):
         words = {*HydraConfig.get().overrides.task} if HydraConfig.initialized() else set()
         for trial in reversed(study.get_trials(deepcopy=False)):
             given = {f"{name}={value}" for name, value in trial.params.items()}
-            fits = self._number == trial.number or (self._number is None and words >= given > set())
+            fits = self.trial == trial.number or (self.trial is None and words >= given > set())
             if fits and trial.state is TrialState.RUNNING:
                 return int(trial._trial_id)
-        number = "null" if self._number is None else self._number
+        number = "null" if self.trial is None else self.trial
         raise ConfigError(
             f"{_OPTION}.trial={number}: the study {study.study_name} has no such running trial; "
             "give the number of one"

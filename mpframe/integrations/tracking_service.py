@@ -19,18 +19,12 @@ from mpframe.training.trainer import Trainer
 class TrackingService(Callback, Logger):
     """Imports a service's package, `self.api`, and opens a run there in `open`.
 
-    Attributes:
-        package: the service's, and the name of the extra that installs it.
-        name: of the run. None: the last two folders of its path, e.g. `2026-11-24/13-45-13`.
-        on_error: if the service raises while it logs: `warn`, and go on without it, or `stop`.
-
-    Raises:
-        ConfigError: the package is not installed, or another `on_error`.
+    ConfigError: the package is not installed, or another `on_error`.
     """
 
-    package: ClassVar[str]
-    name: str | None = None
-    on_error: str = "warn"
+    package: ClassVar[str]  # and the name of the extra that installs it
+    name: str | None = None  # of the run. None: the last two folders of its path
+    on_error: str = "warn"  # if the service raises while it logs: go on without it, or `stop`
 
     def __post_init__(self) -> None:
         option = f"callbacks.{self.package}"

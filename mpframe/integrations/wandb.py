@@ -9,9 +9,6 @@ from mpframe.integrations.tracking_service import TrackingService, picture_of
 from mpframe.tracking.logger import Numbers
 from mpframe.training.run_context import RunContext
 
-# Its records of the console and of the command line could hold secrets.
-_SETTINGS = {"console": "off", "x_disable_meta": True}
-
 
 @dataclass(eq=False, kw_only=True)
 class Wandb(TrackingService):
@@ -31,7 +28,8 @@ class Wandb(TrackingService):
         options = {"project": self.project, "name": self.name, "tags": list(self.tags)}
         options |= {"mode": self.mode, "dir": str(context.folder), "id": context.identity}
         options |= {"resume": "allow", "reinit": "create_new", **self.init}
-        settings = _SETTINGS | self.init.get("settings", {})
+        # Its records of the console and of the command line could hold secrets.
+        settings = {"console": "off", "x_disable_meta": True, **self.init.get("settings", {})}
         self._run = self.api.init(**options | {"settings": settings})
         self._first, self._next = step, self._run.step
 
