@@ -19,25 +19,17 @@ AXES = ("replicas", "shards", "tensor")
 class Layout:
     """How ranks divide a model.
 
-    Args:
-        replicas: how many groups of ranks each hold a whole model (HSDP), >= 1.
-        tensor: how many ranks divide each layer that `plan` names, >= 1.
-        plan: patterns of modules' names, and how the ranks divide each: a word of `STYLES` in
-            tensor_parallel.py, or one of torch's ParallelStyles.
-        reshard_after_forward: whether gathered weights are given back until the backward pass.
-        cpu_offload: whether parts and the optimizer's state stay on the host.
-        blocks_together: how many neighbouring blocks are gathered at once, >= 1.
-
-    Raises:
-        ConfigError: a number is not whole and >= 1, or only one of `tensor` and `plan` is given.
+    ConfigError: a number is not whole and >= 1, or only one of `tensor` and `plan` is given.
     """
 
-    replicas: int = 1
-    tensor: int = 1
+    replicas: int = 1  # how many groups of ranks each hold a whole model (HSDP)
+    tensor: int = 1  # how many ranks divide each layer that `plan` names
+    # By patterns of modules' names, how: a word of `STYLES` in tensor_parallel.py, or one of
+    # torch's ParallelStyles.
     plan: Mapping[str, Any] | None = None
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    blocks_together: int = 1
+    reshard_after_forward: bool = True  # gathered weights are given back until the backward pass
+    cpu_offload: bool = False  # parts and the optimizer's state stay on the host
+    blocks_together: int = 1  # how many neighbouring blocks are gathered at once
 
     def __post_init__(self) -> None:
         for name in ("replicas", "tensor", "blocks_together"):

@@ -9,6 +9,7 @@ the other ranks' words there. So it can tell which rank it was, and why.
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
-from mpframe.core.errors import LostRankError
+from mpframe.core.errors import ConfigError, LostRankError
 from mpframe.parallel.data_parallel import DataParallel
 from mpframe.parallel.place import Place, address, keeps_store
 from mpframe.parallel.sync_batchnorm import note_weight
@@ -38,6 +39,7 @@ _LARGE = 2**22  # bytes of a tensor that is sent by itself, from where it is
 # after all computing. Between two processes on a CPU this size took the least time.
 _TOGETHER_ON_CPU = 2**22
 _TOGETHER = 2**25
+_PARTIAL = re.compile("mixed torch.Tensor and DTensor|root module first")  # in FSDP's errors
 _LISTEN = 2.0  # seconds in which ranks tell each other why they end
 _JOINS = itertools.count()
 _KEPT: dict[tuple[str, int, int], TCPStore] = {}
@@ -94,15 +96,9 @@ def store_at(place: Place, timeout: float, prefix: str) -> Store:
 
 
 class ProcessGroup(Comm):
-    """The ranks of a run.
+    """The ranks of a run, of which this process computes on `device`.
 
-    Args:
-        place: of this process.
-        device: this process computes on it.
-        timeout: seconds without an answer of another rank after which it counts as lost.
-
-    Raises:
-        LostRankError: here and below: a rank has ended or does not answer.
+    LostRankError, here and below: a rank has ended, or has given no answer for `timeout` seconds.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: float) -> None:
@@ -154,8 +150,7 @@ class ProcessGroup(Comm):
         started = []
         for flat, give_back in _flatten(tensors):
             with self._require_answer():
-                work = dist.broadcast(flat, 0, async_op=True)
-            started.append((work, give_back))
+                started.append((dist.broadcast(flat, 0, async_op=True), give_back))
 
         def end() -> None:
             for work, give_back in started:
@@ -247,12 +242,15 @@ class ProcessGroup(Comm):
             started.wait()
 
     def refuse_lost(self, error: BaseException | None) -> None:
-        if isinstance(error, RuntimeError) and (
-            isinstance(error, dist.DistError) or "gloo" in str(error)
-        ):
+        if not isinstance(error, RuntimeError):
+            return
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
             raise LostRankError(self._why_lost(error)) from error
-        if self.sharding is not None:
-            self.sharding.refuse_partial(error)
+        if self.sharding is not None and _PARTIAL.search(str(error)):
+            raise ConfigError(
+                "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
+                "use trainer.parallel=ddp"
+            ) from error
 
     def report_failure(self, error: str) -> None:
         with suppress(RuntimeError):  # The store may be gone.

@@ -6,7 +6,6 @@ it, and again in the backward pass. Then the gradients of the block are summed o
 fp32, and each rank keeps the sums for its part.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -26,16 +25,13 @@ from mpframe.parallel import unused
 from mpframe.parallel.layout import AXES, Layout
 from mpframe.parallel.tensor_parallel import parallelize
 
-_PARTIAL = re.compile("mixed torch.Tensor and DTensor|root module first")  # in torch's errors
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class Sharding:
     """Shards the weights of a model, and watches its gradients.
 
-    Args:
-        model: fp32, the same on all ranks. ConfigError if a weight cannot be sharded.
-        layout: of the ranks.
+    The model is the same on all ranks. ConfigError: a weight is not fp32, or has no rows.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
@@ -57,7 +53,7 @@ class Sharding:
         self,
         formats: MutableMapping[Any, torch.dtype],
         device: torch.device,
-        fill: Callable[[Mapping[str, nn.Module]], None] = lambda blocks: None,
+        fill: Callable[[Mapping[str, nn.Module]], None],
     ) -> dict[Tensor, Tensor]:
         """Shard the weights in place. The model goes to `device` block by block.
 
@@ -145,14 +141,6 @@ class Sharding:
         before = torch.stack(amaxes).max().to(amax.device) / scale if amaxes else amax
         known = torch.where(before < torch.inf, before, amax)
         return torch.where(amax < torch.inf, known, torch.inf)
-
-    def refuse_partial(self, error: BaseException | None) -> None:
-        """Raise ConfigError if an error says that weights were used that were not gathered."""
-        if isinstance(error, RuntimeError) and _PARTIAL.search(str(error)):
-            raise ConfigError(
-                "trainer.parallel=fsdp: the objective does not call the model, but a part of it; "
-                "use trainer.parallel=ddp"
-            ) from error
 
     def _measure_and_weigh(self, gradients: Tensor) -> None:
         low, high = torch.aminmax(gradients)

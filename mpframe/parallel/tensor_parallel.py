@@ -64,7 +64,7 @@ def parallelize(
         _refuse_uneven(option, name, module, mesh.size())
         module.register_forward_hook(_hide_view)
     for names in tied:
-        _tie_again(model, names, before[names[0]])
+        _tie_again(model, names)
     for name, weight in model.named_parameters(remove_duplicate=False):
         if weight is not before[name]:
             formats[weight] = formats[before[name]]
@@ -117,11 +117,9 @@ def _tied(model: nn.Module) -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _tie_again(model: nn.Module, names: list[str], before: Tensor) -> None:
+def _tie_again(model: nn.Module, names: list[str]) -> None:
     """Make the parts of a tied weight one again, of which torch has made one for each module."""
     weights: list[Any] = [model.get_parameter(name) for name in names]
-    if all(weight is before for weight in weights):
-        return
     how = {str(weight.placements[0]) if is_sharded(weight) else "whole" for weight in weights}
     if len(how) > 1:
         raise ConfigError(

@@ -141,17 +141,14 @@ class Usage:
         `near` are the tensors of that time, on the device whose order the backward pass keeps.
         """
         block: Any = self._blocks[turn]
-        known, given = self._known[turn].get(self.loss), vars(block).get("forward")
+        known, forward = self._known[turn].get(self.loss), block.forward
         nothing = torch.zeros(0, device=near[0].device if near else None)
         nothing.requires_grad_(linked if known is None else known)
         block.forward = lambda nothing: _tie(nothing, *block.parameters())
         try:
             self._tie = block(nothing)
         finally:
-            if given is None:
-                del block.forward
-            else:
-                block.forward = given
+            block.forward = forward
 
     def _watch(self, module: nn.Module, args: Any) -> None:
         """Notice the gathered weights that get a gradient."""
