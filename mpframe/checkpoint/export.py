@@ -25,7 +25,6 @@ from mpframe.files.durable import atomic_file, sync_file
 from mpframe.files.plain_file import read_regular
 from mpframe.files.stored_yaml import parse_stored
 
-SCHEMA = 1
 _LARGEST_SUMMARY = 2**20  # bytes
 _RESULTS = ("status", "steps", "skipped_steps", "train_loss", "monitor", "best", "best_step")
 KEY = "mpframe"  # the name under which a file holds the sidecar's JSON
@@ -40,7 +39,7 @@ def facts_of(snapshot: Snapshot, path: Path) -> dict[str, Any]:
     stored = parse_stored(snapshot.config, path / "config.yaml") if snapshot.config else {}
     usage = _mapping(snapshot.state.get("usage"))
     facts = {
-        "schema": SCHEMA,
+        "schema": 1,
         "weights": None,
         "computes_in": None,
         "model": model_facts(_mapping(stored.get("model"))),

@@ -180,7 +180,7 @@ def as_pt2(program: ExportedProgram, words: str) -> bytes:
     return file.getvalue()
 
 
-def as_onnx(program: ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
+def as_onnx(program: ExportedProgram, words: str, inputs: Inputs) -> bytes:
     """Return an `.onnx` file's content: the names of sizes in `inputs`, `words` as metadata."""
     spec: Any = program.call_spec.out_spec
     by_name = spec.type is dict and spec.num_leaves == len(spec.context)
@@ -191,7 +191,7 @@ def as_onnx(program: ExportedProgram, words: str, inputs: Inputs = ()) -> bytes:
         }
         for one in inputs
     }
-    options: Any = {"output_names": names, "dynamic_shapes": sizes or None}
+    options: Any = {"output_names": names, "dynamic_shapes": sizes}
     try:
         with quiet():
             made: Any = torch.onnx.export(program, dynamo=True, verbose=False, **options)

@@ -60,9 +60,8 @@ def newest(path: Path) -> Path:
 
 def all_in(folder: Path) -> list[Path]:
     """Return the checkpoints of a run's folder, the oldest first (by number, not by name)."""
-    return sorted(
-        (path for path in (folder / FOLDER).glob("step_*") if step_of(path) >= 0), key=step_of
-    )
+    found = (folder / FOLDER).glob("step_*")
+    return sorted((path for path in found if step_of(path) >= 0), key=step_of)
 
 
 FORMAT = 2
@@ -164,7 +163,7 @@ def rank_to_beat(folder: Path, count: int) -> float:
 
 def _ranked(folder: Path) -> list[tuple[float, Path]]:
     """Return the rank and path of each validated checkpoint, in the order of `best_in`."""
-    ranked = []
+    ranked: list[tuple[float, Path]] = []
     for path in all_in(folder):
         # A manifest may be missing, and its facts may be anything.
         with suppress(CheckpointError, LookupError, TypeError, ValueError, OverflowError):

@@ -99,13 +99,11 @@ def fit_weights(saved: Weights, model: Weights, left_out: Sequence[str], source:
                 f"{nearest(pattern, names) or 'there are ' + few(sorted(names), 5)}"
             )
 
-    def wanted(name: str) -> bool:
-        return not any(fnmatchcase(name, pattern) for pattern in left_out)
-
     saved = {**saved, **_find_tied(saved, model)}
-    missing = [name for name in model if wanted(name) and name not in saved]
-    unexpected = [name for name in saved if wanted(name) and name not in model]
-    taken = [name for name in model if wanted(name) and name in saved]
+    wanted = {n for n in names if not any(fnmatchcase(n, pattern) for pattern in left_out)}
+    missing = [name for name in model if name in wanted and name not in saved]
+    unexpected = [name for name in saved if name in wanted and name not in model]
+    taken = [name for name in model if name in wanted and name in saved]
     lists = {
         "missing": missing,
         "unexpected": unexpected,
@@ -161,9 +159,8 @@ def _of_other_value(names: Sequence[str], saved: Weights, model: Weights) -> Ite
 
 def _find_tied(saved: Weights, model: Weights) -> dict[str, Tensor]:
     """Return the weights that were not saved, and that the model ties to saved ones."""
-    places = {
-        place_of(model[name]): name for name in model if name in saved and model[name].numel()
-    }
+    found = [name for name in model if name in saved and model[name].numel()]
+    places = {place_of(model[name]): name for name in found}
     left = {name: place_of(tensor) for name, tensor in model.items() if name not in saved}
     return {name: saved[places[place]] for name, place in left.items() if place in places}
 

@@ -113,10 +113,7 @@ def is_copy(value: Any) -> bool:
 
 
 def put_together(state: dict[str, Any], files: Sequence[Path], in_parts: bool = False) -> None:
-    """Put the tensors that all ranks' parts make up into a state that was read.
-
-    in_parts: leave those that ranks divide in the files, as `Pieces`.
-    """
+    """Put all ranks' parts into a state that was read, `in_parts` as `Pieces` in the files."""
     made = dict[Any, Tensor]()
     with raise_as_damaged(files[0].parent, "its parts do not fit together"):
         ranks: list[dict[Place, Part]] = [load_untrusted(path, mapped=True) for path in files]

@@ -63,10 +63,8 @@ def prepare_together(
     """Return a function that saves a checkpoint of ranks that each hold parts of the state.
 
     All ranks of `comm` call this and the function, and must see rank 0's folder. Each writes its
-    parts, and rank 0 also its state without sharded tensors. CheckpointError, on all ranks: one of
-    them could not write.
-
-    copied: copy the state to the host first, so that training may continue meanwhile.
+    parts, and rank 0 also its state without sharded tensors, `copied` to the host first so that
+    training may continue meanwhile. CheckpointError, on all ranks: one of them could not write.
     """
     final: Path = comm.broadcast_object(path_of(folder, snapshot.global_step))
     state, parts = split_off_parts(snapshot.state, copied)
@@ -75,10 +73,7 @@ def prepare_together(
 
 
 def save_as(final: Path, rest: Snapshot, parts: Any = None, comm: Comm = SINGLE_PROCESS) -> Path:
-    """Save each rank's parts of a state and, on rank 0, the rest of it, as the folder `final`.
-
-    The folder's parent may be missing. Raises as `save` does.
-    """
+    """Save each rank's parts of a state and, on rank 0, the rest. Raises as `save` does."""
     new, name = hidden_path(final, "new"), parts_of(comm.rank)
 
     def begin() -> None:
@@ -166,16 +161,11 @@ def load(path: Path, comm: Comm = SINGLE_PROCESS) -> dict[str, Any]:
 
 
 def read(path: Path, comm: Comm = SINGLE_PROCESS) -> Snapshot:
-    """Read and verify a whole checkpoint, with its tensors on the CPU.
+    """Read and verify a checkpoint, or the newest of a run's folder, with its tensors on the CPU.
 
-    Args:
-        path: a checkpoint's folder, or a run's folder, of which the newest checkpoint is read.
-        comm: the ranks that all read it, of which each verifies some of the files. If they divide
-            the weights, tensors that are divided stay in the files (see `parts.Pieces`).
-
-    Raises:
-        CheckpointError: there is none, it is damaged, of another format, or holds code. One rank's
-            error is raised on all.
+    Each rank of `comm` verifies some of the files. If they divide the weights, tensors that are
+    divided stay in the files (see `parts.Pieces`). CheckpointError, on all ranks: there is none, it
+    is damaged, of another format, or holds code.
     """
     final, doing = comm.broadcast_object(newest(path)), f"reading checkpoint {path}"
     manifest, *_ = on_all(comm, lambda: _verify(final, comm), doing)
@@ -216,8 +206,6 @@ def on_all(comm: Comm, work: Callable[[], T], doing: str) -> list[T]:
 
     With several ranks it runs in another thread. Meanwhile the ranks answer each other, so that
     `trainer.timeout` ends only those that are lost, and not those with a slow file system.
-
-    doing: for the log, e.g. `writing checkpoint runs/one/checkpoints/step_00000004`.
     """
     if comm.size == 1:
         return [work()]

@@ -31,10 +31,7 @@ class Snapshot:
     facts: dict[str, Any] = field(default_factory=dict)  # JSON: `validation`, `made_on`, `run`
 
     def to_cpu(self) -> Self:
-        """Return a copy with all tensors on the CPU, which training does not change.
-
-        Tensors that are the same memory are one tensor in the copy.
-        """
+        """Return a copy with all tensors on the CPU: one for those that are the same memory."""
         copies, made = dict[Any, Tensor](), dict[int, Any]()
         for tensor in tensors_in(self.state):
             place = place_of(tensor)
@@ -107,9 +104,7 @@ KINDS = ("trained", "ema")
 def weights_of(state: Mapping[str, Any], kind: str, path: Path) -> dict[str, Tensor]:
     """Return parameters and buffers by name from a state that `load` returned.
 
-    kind: `trained`, or `ema` for the averages instead of their parameters.
-
-    CheckpointError: the state has no such weights.
+    With `ema` the averages stand for their parameters. CheckpointError: it has no such weights.
     """
     weights = _tensors(state, "weights", path)
     if kind == "trained":

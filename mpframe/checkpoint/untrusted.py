@@ -20,9 +20,7 @@ _PLAIN = "a checkpoint is tensors, numbers, strings, lists and dicts"
 
 
 def load_untrusted(path: Path, way_out: str = _PLAIN, mapped: bool = False) -> Any:
-    """Load what `torch.save` wrote, with its tensors on the CPU, without running code.
-
-    mapped: leave the tensors in the file, mapped into memory.
+    """Load what `torch.save` wrote, without running code: on the CPU, or `mapped` from the file.
 
     CheckpointError: the file holds objects or functions. A damaged file may raise anything else, so
     call this within `raise_as_damaged`.
@@ -39,10 +37,7 @@ def load_untrusted(path: Path, way_out: str = _PLAIN, mapped: bool = False) -> A
 
 @contextmanager
 def raise_as_damaged(path: Path, what: str, way_out: str = "use an older one") -> Iterator[None]:
-    """Turn any exception in the block, except mpframe's, into one about a damaged file.
-
-    what: the damage, e.g. `not a manifest`. way_out: what to do then.
-    """
+    """Turn any exception in the block, except mpframe's, into one about a damaged file."""
     try:
         yield
     except MpframeError:

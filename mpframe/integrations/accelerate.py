@@ -61,8 +61,7 @@ def connect(
 ) -> MasterOptimizer:
     """Prepare a model on its device, wrap its optimizer, and let `accelerator` use both.
 
-    Raises:
-        ConfigError: the accelerator has a mixed precision of its own.
+    ConfigError: the accelerator has a mixed precision of its own.
     """
     own = accelerator.mixed_precision
     if own != "no":

@@ -24,10 +24,8 @@ from mpframe.integrations.mixed_precision import MixedPrecision
 class MpframePrecision(LightningPrecision):  # type: ignore[misc]
     """mpframe's dtype modes, op lists, fp32 masters and loss scalers as a plugin.
 
-    The arguments are those of `MixedPrecision`, which explains them.
-
-    Attributes:
-        mixed: the `MixedPrecision`. Its `result` is the `StepResult` of the last step.
+    The arguments are those of `MixedPrecision`, which is the attribute `mixed`. Its `result` is the
+    `StepResult` of the last step.
     """
 
     def __init__(
@@ -58,8 +56,7 @@ class MpframePrecision(LightningPrecision):  # type: ignore[misc]
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Scale the loss."""
-        scaled: Tensor = super().pre_backward(self.mixed.scale(tensor), module)
-        return scaled
+        return super().pre_backward(self.mixed.scale(tensor), module)  # type: ignore[no-any-return]
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any

@@ -38,8 +38,7 @@ class Pruning(Callback):
         trial: the trial's number. None: the newest running one whose parameters the job has.
         pruner: None: Optuna's `MedianPruner`.
 
-    Raises:
-        ConfigError: there is no such study or running trial, or its direction is not the metric's.
+    ConfigError: there is no such study or running trial, or its direction is not the metric's.
     """
 
     storage: str | None = None

@@ -85,12 +85,8 @@ def init_comm(
     """Context manager in which the ranks that were started are one comm.
 
     At its end, unless by an error, each waits for all: one that left first could abort another.
-
-    Args:
-        parallel: `none`, `ddp`, `fsdp`, or None for the one that fits. ConfigError if it does not
-            fit a single process. Several ranks check it later.
-        device: returns the device this rank computes on, if there are several.
-        timeout: seconds without an answer of another rank, > 0, until LostRankError.
+    `device` is called if there are several, and a rank is lost after `timeout` seconds without an
+    answer. ConfigError: `parallel` does not fit a single process (several check it later).
     """
     if place().size == 1:
         refuse_misfit(parallel)

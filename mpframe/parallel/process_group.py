@@ -47,8 +47,7 @@ _KEPT: dict[tuple[str, int, int], TCPStore] = {}
 
 def pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Collect small tensors in buckets, each yielded where its last tensor comes."""
-    piece: list[Tensor] = []
-    size = 0
+    piece, size = list[Tensor](), 0
     for tensor in tensors:
         if tensor.nbytes >= _LARGE:
             yield [tensor]
@@ -280,8 +279,8 @@ class ProcessGroup(Comm):
 
     def _why_lost(self, error: RuntimeError) -> str:
         """Return the last words of the rank that ended, or which ranks do not answer."""
-        why = answer_within(2 * _LISTEN, partial(self._ask_why, error))
-        return why or self._gave_no_answer("0")
+        ask = partial(self._ask_why, error)
+        return answer_within(2 * _LISTEN, ask) or self._gave_no_answer("0")
 
     def _ask_why(self, error: RuntimeError) -> str:
         store, others = self._store, [r for r in range(self.size) if r != self.rank]

@@ -43,7 +43,6 @@ class Sharding:
                     "trainer.parallel=ddp"
                 )
         self._model, self._layout = model, layout
-        self.replicas = layout.replicas
         self.weight: Tensor | None = None  # 0-d fp32, of this rank's gradients before the sum
         self._amaxes: dict[Tensor | None, list[Tensor]] = {}  # by loss
         self.usage: Any = None  # the Usage of a divided model
@@ -68,7 +67,7 @@ class Sharding:
         _limit_waits(mesh, device)
         names, planned = {module: name for name, module in model.named_modules()}, set[str]()
         options: dict[str, Any] = {
-            "mesh": mesh["replicas", "shards"] if self.replicas > 1 else mesh["shards"],
+            "mesh": mesh["replicas", "shards"] if layout.replicas > 1 else mesh["shards"],
             "mp_policy": _policy(formats),
             # Also the model gives its weights back: one that stays gathered hides the sharded one.
             "reshard_after_forward": True,
