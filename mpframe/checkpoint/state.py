@@ -75,8 +75,8 @@ class RandomState:
     @classmethod
     def now(cls, device: torch.device) -> "RandomState":
         """Take the present states without waiting for the device."""
-        module, on_gpu = torch.get_device_module(device), device.type in ("cuda", "mps")
-        return cls(torch.get_rng_state(), module.get_rng_state(device) if on_gpu else None)
+        gpu = torch.get_device_module(device) if device.type in ("cuda", "mps") else None
+        return cls(torch.get_rng_state(), gpu.get_rng_state(device) if gpu else None)
 
     def restore(self, device: torch.device) -> None:
         """Set the generators to these states."""
