@@ -27,7 +27,6 @@ says so.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpframe.checkpoint.state import KINDS
 from mpframe.cli.program import command, take_own, writing
@@ -66,12 +65,23 @@ def main(arguments: list[str]) -> None:
     if "out" in options:
         refuse_unwritable("out", Path(options["out"]).parent)
     done = evaluate(path, given, kind, options.get("split"))
-    _, changed = take_source(given)
-    changed += [f"weights={kind}"] if kind else []
-    out = Path(options.get("out") or run_folder(path) / _file_name(done, changed))
+    # Named after the options that are not the run's, so the run's evaluation stays.
+    changed = take_source(given)[1] + ([f"weights={kind}"] if kind else [])
+    how = name_of(changed, [], "", secrets_of([*sys.argv, *changed]))
+    name = f"evaluation_{done.split}_step_{done.step:08d}{',' * bool(how)}{how}.json"
+    out = Path(options.get("out") or run_folder(path) / name)
+    facts = {"checkpoint": str(path), **vars(done)}
+    result = facts.pop("evaluation")
+    named = {"loss": result.loss, **result.metrics}
+    numbers = {f"{done.split}_{name}": value for name, value in named.items()}
     with writing(out):
-        write_atomically(out, strict_json(_entries(path, done)))
-    say(printable(_text(path, done, out)))
+        write_atomically(out, strict_json(facts | numbers))
+    told = ", ".join(f"{name} {value:.6g}" for name, value in numbers.items())
+    said = (
+        f"{path}, step {done.step}: {told} ({done.samples} samples, {done.precision} on "
+        f"{done.device}, weights {done.weights}); written to {out}"
+    )
+    say(printable(said))
 
 
 def evaluate(
@@ -91,26 +101,3 @@ def evaluate(
     evaluation, device = run.trainer.evaluate(loader), str(device_of(run.trainer.model))
     where = (str(run.trainer.precision), device, loader.batch_size, loader.size)
     return Evaluated(evaluation, split, run.step, run.weights, *where)
-
-
-def _file_name(done: Evaluated, changed: list[str]) -> str:
-    """Name the file after the options that are not the run's, so the run's evaluation stays."""
-    how = name_of(changed, [], "", secrets_of([*sys.argv, *changed]))
-    return f"evaluation_{done.split}_step_{done.step:08d}{',' * bool(how)}{how}.json"
-
-
-def _entries(path: Path, done: Evaluated) -> dict[str, Any]:
-    facts = {"checkpoint": str(path), **vars(done)}
-    result, split = facts.pop("evaluation"), done.split
-    numbers = {"loss": result.loss, **result.metrics}
-    return facts | {f"{split}_{name}": value for name, value in numbers.items()}
-
-
-def _text(path: Path, done: Evaluated, out: Path) -> str:
-    result, split = done.evaluation, done.split
-    metrics = "".join(f", {split}_{name} {value:.6g}" for name, value in result.metrics.items())
-    return (
-        f"{path}, step {done.step}: {split}_loss {result.loss:.6g}{metrics} "
-        f"({done.samples} samples, {done.precision} on {done.device}, "
-        f"weights {done.weights}); written to {out}"
-    )
