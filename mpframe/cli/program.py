@@ -13,38 +13,32 @@ from mpframe.config.schema import OPEN, RUN_OPTIONS, SECTIONS
 from mpframe.core.errors import ConfigError, MpframeError, UserCodeError, nearest
 from mpframe.files.text import one_line_exit, take_options, unreachable_in_one_line
 
-_MISSPELT = 0.8  # the likeness of a word and the option of a command that it means
-
 
 def command(body: Callable[[list[str]], int | None]) -> Callable[..., None]:
-    """Make a function of words, which returns an exit code, a command over the command line."""
+    """Make a function of words, which returns an exit code, a command over the command line.
+
+    It finds the code of a user's folder, and ends an error in one line without secrets.
+    """
 
     @wraps(body)
     def main(arguments: list[str] | None = None) -> None:
-        with _program():
-            code = body(sys.argv[1:] if arguments is None else arguments)
+        current_folder_importable()
+        with one_line_exit():
+            try:
+                with unreachable_in_one_line():
+                    code = body(sys.argv[1:] if arguments is None else arguments)
+            except SystemExit as error:  # In a user's code, an error like any other.
+                from mpframe.core.user_code import describe_error  # It imports torch.
+
+                said = f"the command was ended by {describe_error(error)}; let it return"
+                raise UserCodeError(said) from error
+            except MpframeError as error:
+                error.args = (without_secrets(str(error)),)
+                raise
         if code is not None:
             sys.exit(code)
 
     return main
-
-
-@contextmanager
-def _program() -> Iterator[None]:
-    """Make a user's code importable, and end an error in one line without secrets."""
-    current_folder_importable()
-    with one_line_exit():
-        try:
-            with unreachable_in_one_line():
-                yield
-        except SystemExit as error:  # In a user's code, an error like any other.
-            from mpframe.core.user_code import describe_error  # It imports torch.
-
-            said = f"the command was ended by {describe_error(error)}; let it return"
-            raise UserCodeError(said) from error
-        except MpframeError as error:
-            error.args = (without_secrets(str(error)),)
-            raise
 
 
 def without_secrets(text: str, words: Sequence[str] = ()) -> str:
@@ -83,7 +77,7 @@ def take_own(
     options, rest = take_options(arguments, names)
     for word in rest:
         name = word.partition("=")[0]
-        meant = get_close_matches(name, [*names], 1, _MISSPELT)
+        meant = get_close_matches(name, [*names], 1, cutoff=0.8)
         if meant and name.partition(".")[0] not in {*SECTIONS, *OPEN, *RUN_OPTIONS}:
             raise ConfigError(f"{word}: no such option; nearest: {meant[0]}")
     if needed and not options.get(needed):
