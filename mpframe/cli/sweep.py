@@ -1,12 +1,6 @@
-"""Keeps the table of a sweep: a Hydra callback, wired in the config as
+"""Keeps the table of a sweep, by a Hydra callback that conf/hydra/callbacks names.
 
-    hydra:
-      callbacks:
-        sweep_table:
-          _target_: mpframe.cli.sweep.SweepTable
-
-It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time. Any
-`hydra.sweep.subdir` will do.
+It also keeps a sweep in one folder, even if `hydra.sweep.dir` contains the time.
 """
 
 import atexit
@@ -35,7 +29,9 @@ class SweepTable(Callback):
     _folder = Path()  # the sweep's, known once it starts
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _pin_sweep_dir(config)
+        # Hydra composes each job again, and the folder may be named after the time or an option.
+        with read_write(config.hydra):
+            config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
         self._folder = Path(config.hydra.sweep.dir).absolute()
         # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
@@ -43,7 +39,13 @@ class SweepTable(Callback):
             _say_on_signal(Path(config.hydra.sweep.dir))
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _hide_secrets(Path(config.hydra.sweep.dir) / "multirun.yaml")
+        """Hide secrets that a shell put among the sweep's options, which Hydra has written."""
+        path = Path(config.hydra.sweep.dir) / "multirun.yaml"
+        if path.is_file():
+            written = OmegaConf.load(path)
+            shown = as_yaml(written, secrets_of(values_of(written)))
+            if shown != path.read_text(encoding="utf-8"):
+                write_atomically(path, shown)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:  # In the job's process, one of several perhaps.
@@ -71,18 +73,3 @@ def _say_on_signal(folder: Path) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-
-
-def _pin_sweep_dir(config: DictConfig) -> None:
-    """Give every job, composed again by Hydra, the sweep's folder, even if it names an option."""
-    with read_write(config.hydra):
-        config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
-
-
-def _hide_secrets(path: Path) -> None:
-    """Hide secrets that a shell put among the sweep's options, which Hydra has written by now."""
-    if path.is_file():
-        written = OmegaConf.load(path)
-        shown = as_yaml(written, secrets_of(values_of(written)))
-        if shown != path.read_text(encoding="utf-8"):
-            write_atomically(path, shown)
