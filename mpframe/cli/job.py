@@ -110,20 +110,20 @@ def print_error(error: MpframeError, place: str = "") -> int:
 
 
 def _train(composed: DictConfig, hydra: DictConfig) -> float | None:
+    """Return the value for a sweeper, which takes no nan for a result."""
     config, folder = check_config(composed), Path(hydra.runtime.output_dir)
-    if hydra.mode is not RunMode.MULTIRUN:
-        return _metric(_run(config, composed, hydra))
+    swept = hydra.mode is RunMode.MULTIRUN
     # Two jobs of a sweep may be the same, and run at the same time. Rank 0 has the turn for all.
-    with nullcontext() if place().rank else turn_in(folder):
-        return _metric(_find_outcome(config, composed, folder) or _run(config, composed, hydra))
+    with turn_in(folder) if swept and not place().rank else nullcontext():
+        summary = _find_outcome(config, composed, folder) if swept else None
+        if summary is None:
+            from mpframe.run.process import prepare_process  # torch comes in here, and not before.
+            from mpframe.run.run import Run
 
-
-def _run(config: Config, composed: DictConfig, hydra: DictConfig) -> Summary:
-    from mpframe.run.process import prepare_process  # torch comes in here, and not before.
-    from mpframe.run.run import Run
-
-    prepare_process(config)
-    return Run(config, composed, Path(hydra.runtime.output_dir), hydra).train()
+            prepare_process(config)
+            summary = Run(config, composed, folder, hydra).train()
+    value = summary.searched
+    return None if value is None or math.isnan(value) else value
 
 
 def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary | None:
@@ -141,9 +141,3 @@ def _find_outcome(config: Config, composed: DictConfig, folder: Path) -> Summary
     if config.run.resume == "none":
         config.run.resume = "auto"
     return None
-
-
-def _metric(summary: Summary) -> float | None:
-    """Return the value for a sweeper, which takes no nan for a result."""
-    value = summary.searched
-    return None if value is None or math.isnan(value) else value

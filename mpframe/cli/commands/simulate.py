@@ -23,10 +23,9 @@ import torch
 from mpframe.cli.program import command, take_own
 from mpframe.config.command_line import compose_named
 from mpframe.config.composing import check_config
-from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.loss_scaling import NoScaling
-from mpframe.core.loss_scaling.scaler import LossScaler, name_of
+from mpframe.core.loss_scaling.scaler import name_of
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.text import say
 from mpframe.lab.simulation import as_table, draw, replay
@@ -56,15 +55,13 @@ def main(arguments: list[str]) -> None:
         say(f"{len(recorded) - len(amax)} steps overflowed in the run itself and are left out")
     if not len(amax):
         raise DataError(f"{source}: every recorded step overflowed, and nothing is left to replay")
-    scalers = [_scaler(name, config) for name, config in configs.items()]
-    replays = {name_of(scaler): replay(amax, scaler, half) for scaler in scalers}
+    replays = {}
+    for name, config in configs.items():
+        scaler = build_scaler(config)
+        if isinstance(scaler, NoScaling):
+            others = ", ".join(_ALL)
+            raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {others}")
+        replays[name_of(scaler)] = replay(amax, scaler, half)
     say(as_table(replays))
     draw(amax, replays, picture, half)
     say(f"picture: {picture}")
-
-
-def _scaler(name: str, config: Config) -> LossScaler:
-    scaler = build_scaler(config)
-    if isinstance(scaler, NoScaling):
-        raise ConfigError(f"loss_scaling={name}: has no scale to replay; choose {', '.join(_ALL)}")
-    return scaler
