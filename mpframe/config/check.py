@@ -40,12 +40,12 @@ def check(composed: DictConfig) -> Config:
     tree = _resolve(composed)
     _refuse_unfit_size(composed)
     _refuse_unknown("", tree, {*schema.SECTIONS, *schema.OPEN, *schema.RUN_OPTIONS, "size"})
-    run = _load(schema.RunOptions, "", _split(schema.RunOptions, tree)[0])
+    run, _ = _take(schema.RunOptions, "", tree)
     _check_run(run)
     optimizer = _section(tree, "optimizer")
     joint = _joint(optimizer) if "parts" in optimizer else None
-    _load(schema.OptimizerOptions, "optimizer", _split(schema.OptimizerOptions, optimizer)[0])
-    data, arguments = _split(schema.DatasetOptions, _open(tree, "dataset"))
+    _take(schema.OptimizerOptions, "optimizer", optimizer)
+    data, arguments = _take(schema.DatasetOptions, "dataset", _open(tree, "dataset"))
     trainer = _load(schema.TrainerOptions, "trainer", _section(tree, "trainer"))
     if None not in (trainer.clip_norm, trainer.clip_value):
         raise ConfigError(
@@ -60,7 +60,7 @@ def check(composed: DictConfig) -> Config:
         loss_scaling=_open(tree, "loss_scaling"),
         ops=_load(schema.Ops, "ops", _section(tree, "ops")),
         trainer=trainer,
-        data=_load(schema.DatasetOptions, "dataset", data),
+        data=data,
         model=_open(tree, "model"),
         dataset=arguments,
         objective=_optional(tree, "objective"),
@@ -126,8 +126,7 @@ def _group(name: str, node: Any) -> Part:
         raise ConfigError(f"{path}: is the group of all other parameters; choose another name")
     if not isinstance(node, dict):
         raise ConfigError(f"{path}={as_typed(node)}: must be a mapping; give it parameters")
-    common, settings = _split(schema.GroupOptions, node)
-    options = _load(schema.GroupOptions, path, common)
+    options, settings = _take(schema.GroupOptions, path, node)
     given = [key for key in ("lr", *settings) if node.get(key) is not None]
     if options.frozen and given:
         raise ConfigError(
@@ -148,8 +147,7 @@ def _joint(node: Mapping[str, Any]) -> JointOptions:
 def _part(name: str, node: Any) -> Part:
     path = f"optimizer.parts.{name}"
     _require_target(path, node)
-    common, settings = _split(schema.GroupOptions, node)
-    options = _load(schema.GroupOptions, path, common)
+    options, settings = _take(schema.GroupOptions, path, node)
     if options.frozen:
         raise ConfigError(f"{path}.frozen=true: is for a group; leave the parameters to no part")
     if isinstance(options.lr, str):
@@ -168,6 +166,13 @@ def refuse_bad_value(path: str, value: Any) -> None:
     refers = isinstance(value, str) and ("${" in value or value == "???")
     if path in schema.OPTIONS and not refers:
         _validate(path, value, schema.OPTIONS[path])
+
+
+def _take(section: type[T], path: str, node: Mapping[str, Any]) -> tuple[T, dict[str, Any]]:
+    """Load the entries of a node that are options of a section, and return the others as well."""
+    names = {f.name for f in dataclasses.fields(cast(Any, section))}
+    held = {key: value for key, value in node.items() if key in names}
+    return _load(section, path, held), {k: v for k, v in node.items() if k not in names}
 
 
 def _load(section: type[T], path: str, node: Mapping[str, Any]) -> T:
@@ -253,13 +258,6 @@ def _nodes_by_name(tree: Mapping[str, Any], section: str) -> dict[str, dict[str,
     for name, node in found.items():
         _require_target(f"{section}.{name}", node)
     return found
-
-
-def _split(options: Any, node: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the entries of a node that are fields of `options` from the others."""
-    fields = {field.name for field in dataclasses.fields(options)}
-    held = {key: value for key, value in node.items() if key in fields}
-    return held, {key: value for key, value in node.items() if key not in fields}
 
 
 def _require_target(path: str, node: Any) -> None:
