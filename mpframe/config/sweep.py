@@ -109,7 +109,12 @@ def name_of(
     shown = hide(given, secrets)
     if shown != given:
         shown = f"{shown.replace(HIDDEN, 'hidden')},job={number}"
-    return _as_folder(shown) or str(number)
+    name = _UNFIT.sub("_", re.sub("['\"]", "", shown))
+    if name == shown and len(name.encode()) <= _MOST:
+        return name or str(number)
+    # Two jobs never share a folder.
+    cut = name.encode()[:_KEPT].decode(errors="ignore")
+    return f"{cut}~{hashlib.sha256(shown.encode()).hexdigest()[:8]}"
 
 
 def words_of(config: Any, kind: str) -> list[str]:
@@ -124,15 +129,6 @@ def leave_out(config: DictConfig, shared: Sequence[str]) -> None:
     keys = ",".join(f"'{key}'" for key in dict.fromkeys([*given, *shared]))
     with read_write(config.hydra):
         config.hydra.overrides.hydra.append(f"{_EXCLUDED}=[{keys}]")
-
-
-def _as_folder(text: str) -> str:
-    """Make the name of a folder from `text`, a different one for each text."""
-    name = _UNFIT.sub("_", re.sub("['\"]", "", text))
-    if name == text and len(name.encode()) <= _MOST:
-        return name
-    cut = name.encode()[:_KEPT].decode(errors="ignore")
-    return f"{cut}~{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _job_name(_root_: Any) -> str:
@@ -154,24 +150,27 @@ _DECIDING = {
     f"trainer.{name}" for name in ("eval_every", "monitor", "keep_best", "max_consecutive_skips")
 }
 
-Options = Mapping[str, Any]
-
 
 def holds_this_run(folder: Path, composed: DictConfig, resume: str) -> bool:
     """Return whether a folder holds a run with the options of a composed configuration.
 
     ConfigError: it holds another run, and `resume` is none.
     """
-    path = folder / OPTIONS
+    file = folder / OPTIONS
     try:
-        stored = read_stored(path)
+        stored = read_stored(file)
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise MpframeError(f"{path}: cannot be read ({error.strerror})") from None
+        raise MpframeError(f"{file}: cannot be read ({error.strerror})") from None
     # As a run's folder holds them: resolved, without secrets.
     options = as_yaml(composed, secrets_of(values_of(composed)), resolve=True)
-    other = _other_results(stored, parse_stored(options, path))
+    aside = (WATCHING | ELSEWHERE) - _DECIDING
+    other = [
+        f"{path}={new} (was {old})"
+        for path, (old, new) in changes(stored, parse_stored(options, file)).items()
+        if path not in aside and not (path.startswith("callbacks.") and only_watches(path))
+    ]
     if other and resume == "none":
         raise ConfigError(
             f"hydra.sweep.dir={folder.parent}: its {folder.name} is a run with other options, "
@@ -180,7 +179,7 @@ def holds_this_run(folder: Path, composed: DictConfig, resume: str) -> bool:
     return not other
 
 
-def changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Return the options that differ, by dotted path: (old, new), as text."""
     old, new = (
         {path: "null" if value is None else str(value) for path, value in flatten(tree).items()}
@@ -188,16 +187,6 @@ def changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
     )
     pairs = {path: (old.get(path, "null"), new.get(path, "null")) for path in old | new}
     return {path: pairs[path] for path in sorted(pairs) if pairs[path][0] != pairs[path][1]}
-
-
-def _other_results(then: Options, now: Options) -> list[str]:
-    """Return the options that may give another result, each as `option=value (was value)`."""
-    aside = (WATCHING | ELSEWHERE) - _DECIDING
-    return [
-        f"{path}={new} (was {old})"
-        for path, (old, new) in changes(then, now).items()
-        if path not in aside and not (path.startswith("callbacks.") and only_watches(path))
-    ]
 
 
 def make_stop_error(received: signal.Signals, folder: Path) -> RunInterrupted:
