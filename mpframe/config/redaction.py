@@ -94,14 +94,13 @@ def values_of(config: Any) -> list[Any]:
 @contextmanager
 def hide_from_logs(secrets: Sequence[str]) -> Iterator[None]:
     """Context manager in which the root logger writes no secret and no control character."""
-    handlers = logging.getLogger().handlers.copy()
-    before = [handler.formatter for handler in handlers]
-    for handler in handlers:
-        handler.setFormatter(Redacting(handler.formatter, secrets))
+    before = {handler: handler.formatter for handler in logging.getLogger().handlers}
+    for handler, formatter in before.items():
+        handler.setFormatter(Redacting(formatter, secrets))
     try:
         yield
     finally:
-        for handler, formatter in zip(handlers, before, strict=True):
+        for handler, formatter in before.items():
             handler.setFormatter(formatter)
 
 
@@ -119,8 +118,7 @@ class Redacting(logging.Formatter):
 
 def formatter_of_hydra() -> logging.Formatter:
     """Make the formatter of Hydra's lines, which repeat the options of a sweep's jobs."""
-    secrets = secrets_of(sys.argv)
-    return Redacting(logging.Formatter("[%(asctime)s][HYDRA] %(message)s"), secrets)
+    return Redacting(logging.Formatter("[%(asctime)s][HYDRA] %(message)s"), secrets_of(sys.argv))
 
 
 @lru_cache
