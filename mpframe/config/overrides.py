@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, NoReturn
@@ -34,12 +34,8 @@ from mpframe.core.errors import ConfigError
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Separate the flags by name from the `option=value` words, which keep their order."""
-    parser = _Parser(add_help=False, exit_on_error=False, parents=[get_args_parser()])
-    try:
-        flags, words = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        flag = f"{error.argument_name}: " if error.argument_name else ""
-        raise ConfigError(f"{flag}{error.message}; see --help") from None
+    parser = _Parser(add_help=False, parents=[get_args_parser()])
+    flags, words = parser.parse_known_args(arguments)
     for kind, path in (("path", flags.config_path), ("dir", flags.config_dir)):
         package = kind == "path" and "://" in str(path)
         if path is not None and not package and not Path(path).is_dir():
@@ -70,7 +66,7 @@ def take_source(arguments: list[str]) -> tuple["Source", list[str]]:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse in one line instead of printing the usage."""
-        raise ConfigError(f"{message}; see --help")
+        raise ConfigError(f"{message.removeprefix('argument ')}; see --help")
 
 
 MAPPINGS = ("ops.move", "ops.modules", "optimizer.groups", "distributed.plan")
@@ -84,7 +80,12 @@ def rewrite(words: list[str]) -> list[str]:
     """Return the words as Hydra takes them."""
     words = [move for word in words for move in _moves(_quote_path(word))]
     words = [f"++{word}" if word.startswith(MAPPINGS) else word for word in words]
-    words = _choose_users_targets(words)
+    # A user's class gets none of the arguments of the shipped choice.
+    named = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
+    users, chosen = named & ONE_TARGET, {word.partition("=")[0] for word in words}
+    options = tuple(f"{group}." for group in users)
+    words = [f"++{word}" if word.startswith(options) else word for word in words]
+    words = [*(f"{group}=own" for group in sorted(users - chosen)), *words]
     # Some options belong to only some choices of a swept group.
     swept = tuple(f"{o.key_or_group}." for o in parse_words(words) if o.is_sweep_override())
     return [f"++{word}" if word.startswith(swept) else word for word in words]
@@ -109,12 +110,10 @@ def parse_words(words: list[str]) -> list[Override]:
 def word_of(option: str, value: str) -> str:
     """Return the word that gives an option a text as its value, quoted if Hydra needs it."""
     word = f"{option}={value}"
-    try:
+    with suppress(ConfigError):  # It is none as it stands.
         plain = parse_words([word])[0]
-    except ConfigError:
-        plain = None
-    if plain is not None and not plain.is_sweep_override() and plain.value() == value:
-        return word
+        if not plain.is_sweep_override() and plain.value() == value:
+            return word
     # Only backslashes before a quote need another one.
     escaped = re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + m[2].replace("'", "\\'"), value)
     return f"{option}='{escaped}'"
@@ -156,17 +155,6 @@ def _moves(word: str) -> list[str]:
     name, sign, ops = match.groups()
     to = name if sign == "+" else "none"
     return [f"++ops.move.{op.strip()}={to}" for op in ops.split(",")]
-
-
-def _choose_users_targets(words: list[str]) -> list[str]:
-    """Give a user's class none of the arguments of the shipped choice."""
-    named = {word.lstrip("+").partition("._target_=")[0] for word in words if "._target_=" in word}
-    users, chosen = named & ONE_TARGET, {word.partition("=")[0] for word in words}
-    options = tuple(f"{group}." for group in users)
-    return [
-        *(f"{group}=own" for group in sorted(users - chosen)),
-        *(f"++{word}" if word.startswith(options) else word for word in words),
-    ]
 
 
 PRIMARY = "config"
