@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
@@ -56,13 +56,11 @@ def prepare(arguments: list[str]) -> list[str]:
     return [*rewrite(words), *given]
 
 
-class Job(NamedTuple):
-    typed: list[str]  # its words of the command line
-    config: Config
+def jobs(arguments: list[str]) -> Iterator[tuple[list[str], Config]]:
+    """Compose and check each job of a command line, of which `-m` makes several.
 
-
-def jobs(arguments: list[str]) -> Iterator[Job]:
-    """Compose and check each job of a command line, of which `-m` makes several."""
+    Yields the words of a job as they are typed, and its configuration.
+    """
     given = [argument for argument in arguments if argument not in ("-m", "--multirun")]
     source, words = take_source(given)
     values = [[word] for word in words]
@@ -72,7 +70,7 @@ def jobs(arguments: list[str]) -> Iterator[Job]:
                 if rewrite([word]) == [word]:
                     values[place] = axes([word], name=source.name)[0]
     for typed in map(list, itertools.product(*values)):
-        yield Job(typed, check_config(compose_typed(typed, source)))
+        yield typed, check_config(compose_typed(typed, source))
 
 
 def compose_named(given: list[str]) -> tuple[list[Override], DictConfig]:

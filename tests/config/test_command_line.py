@@ -152,8 +152,8 @@ def test_a_users_file_stands_first(own_folder: Path, started: Any) -> None:
     words = ["--config-dir", "own", "experiment=digits_mlp"]
     (config,) = started(*words)
     assert (config.model.hidden, config.seed) == (7, 5)
-    (job,) = jobs(words)
-    assert (job.config.model["hidden"], job.config.run.seed) == (7, 5)
+    ((_, checked),) = jobs(words)
+    assert (checked.model["hidden"], checked.run.seed) == (7, 5)
 
 
 @pytest.mark.parametrize("more", [[], ["--config-name=config.yaml"]])
@@ -196,7 +196,7 @@ def test_a_path_in_place_of_the_shipped_one(own_folder: Path, monkeypatch: Patch
     )
     flags = ["--config-path=own", "--config-name=project.yaml"]
     for words in (flags, ["-m", *flags, "dtype=fp32,amp"]):
-        config = next(jobs(words)).config
+        _, config = next(jobs(words))
         assert (config.model["hidden"], config.run.seed) == (7, 3)
     seen = prepare(["--config-path", "own", "seed=1"])
     assert seen == ["seed=1", "--config-path", "own", f"--config-path={own_folder}"]

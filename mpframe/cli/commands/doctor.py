@@ -31,9 +31,9 @@ from mpframe.run.resume import take_first_weights
 @command
 def main(arguments: list[str]) -> int:
     errors = 0
-    for job in jobs(arguments):
-        findings = findings_of(CHECKS, subject_of(job.config))
-        say(without_secrets(as_text(job.typed, findings), job.typed))
+    for words, config in jobs(arguments):
+        findings = findings_of(CHECKS, subject_of(config))
+        say(without_secrets(as_text(words, findings), words))
         errors += any(finding.severity is Severity.ERROR for finding in findings)
     return 1 if errors else 0
 
