@@ -21,14 +21,11 @@ from mpframe import __version__
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.files.text import one_line_exit, say
 
-COMMANDS = {
-    name: f"mpframe.cli.commands.{name}"
-    for name in (
-        *("new", "train", "evaluate", "predict", "export", "report"),
-        *("doctor", "plan", "autopsy", "search", "simulate", "options"),
-    )
-}
-"""The module of each command, in the order of the help."""
+COMMANDS = (
+    *("new", "train", "evaluate", "predict", "export", "report"),
+    *("doctor", "plan", "autopsy", "search", "simulate", "options"),
+)
+"""The commands, each a module of commands/, in the order of the help."""
 _OVERVIEW = """mpframe: training in which precision is a first-class, inspectable choice
 
 Usage: mpframe COMMAND [option=value ...]
@@ -72,7 +69,7 @@ def start(name: str, arguments: list[str] | None = None, program: str | None = N
     elif name != "train" and not _HELP.isdisjoint(sys.argv):  # Hydra shows the help of train.
         say(help_of(name))
     else:
-        import_module(COMMANDS[name]).main()
+        import_module(f"mpframe.cli.commands.{name}").main()
 
 
 def overview() -> str:
@@ -96,14 +93,12 @@ def versions() -> str:
 
 
 def _complete(arguments: list[str]) -> None:
-    """Print the commands that complete the line, or let Hydra complete an option.
-
-    Hydra reads a program and its options, so the command is taken out.
-    """
+    """Print the commands that complete the line, or let Hydra complete an option."""
     program, _, typed = os.environ.get("COMP_LINE", "").partition(" ")
     name, space, options = typed.partition(" ")
     if not space and any(word.startswith("query=") for word in arguments):
         print(" ".join(command for command in COMMANDS if command.startswith(name)))
     else:
+        # Hydra reads a program and its options.
         os.environ["COMP_LINE"] = f"{program} {options}"
         start("train", arguments, "mpframe")

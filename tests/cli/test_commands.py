@@ -22,9 +22,9 @@ from mpframe.cli.main import COMMANDS, help_of, main, overview, start
 
 def test_every_file_is_a_command_whose_help_has_usage_examples_and_its_options() -> None:
     files = (ROOT / "mpframe" / "cli" / "commands").glob("*.py")
-    assert {path.stem for path in files} - {"__init__"} == COMMANDS.keys()
-    for name, place in COMMANDS.items():
-        text, module = help_of(name), import_module(place)
+    assert {path.stem for path in files} - {"__init__"} == {*COMMANDS}
+    for name in COMMANDS:
+        text, module = help_of(name), import_module(f"mpframe.cli.commands.{name}")
         first = text.splitlines()[0]
         assert (first in overview(), len(first) <= 83) == (True, True)
         assert f"\nUsage: mpframe {name}" in text

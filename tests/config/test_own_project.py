@@ -99,8 +99,8 @@ from importlib import import_module
 
 from mpframe.cli.main import COMMANDS, main
 
-for module in COMMANDS.values():
-    import_module(module)
+for name in COMMANDS:
+    import_module("mpframe.cli.commands." + name)
 for line in {lines!r}:
     if line.startswith("import"):
         exec(line, {{}})

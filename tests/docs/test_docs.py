@@ -109,7 +109,7 @@ def story(page: Page) -> list[str]:
         if command.program != "train":
             doctor = pytest.raises(SystemExit) if command.program == "doctor" else nullcontext()
             with doctor as ended:
-                import_module(COMMANDS[command.program]).main(words)
+                import_module(f"mpframe.cli.commands.{command.program}").main(words)
             assert ended is None or ended.value.code in (0, 1)  # 1: there is something to mend.
         elif "--help" not in words:
             words = next(jobs(words))[0] if "-m" in words else words
