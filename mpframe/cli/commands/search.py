@@ -42,14 +42,13 @@ from mpframe.config.overrides import pin_words
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError, DivergedError
 from mpframe.core.ranges import POSITIVE, require, require_whole
-from mpframe.data.loading import Loader
 from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable, write_atomically
 from mpframe.files.text import markdown, say
 from mpframe.lab.search import Pins, RelativeError, Search, SearchResult, Sensitivity
 from mpframe.precision.policy import NO_PRODUCTS
 from mpframe.precision.storage import op_of
-from mpframe.run.parts import build_loaders, build_task, in_fp32, seed_everything
+from mpframe.run.parts import Loaders, build_loaders, build_task, in_fp32, seed_everything
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.dtype_map import dtype_map
 from mpframe.training.callbacks.guards import SkipGuard
@@ -67,19 +66,16 @@ class Aim:
     pin: str  # keeps a module
     kept: str  # the format of a kept module and of the whole reference, in words
     others: str  # the format of all others
+    reference: Config  # the options of the run with every module kept
 
     @classmethod
     def of(cls, config: Config) -> Self:
         dtype = config.dtype
         if dtype.products == NO_PRODUCTS:
-            return cls("fp32", "fp32", dtype.half)
-        return cls(NO_PRODUCTS, "fp32" if dtype.mode == "fp32" else "half", dtype.products)
-
-    def reference(self, config: Config) -> Config:
-        """Return the options of the run with every module kept."""
-        if self.pin == NO_PRODUCTS:
-            return replace(config, dtype=replace(config.dtype, products=NO_PRODUCTS))
-        return in_fp32(config)
+            return cls("fp32", "fp32", dtype.half, in_fp32(config))
+        kept = "fp32" if dtype.mode == "fp32" else "half"
+        reference = replace(config, dtype=replace(dtype, products=NO_PRODUCTS))
+        return cls(NO_PRODUCTS, kept, dtype.products, reference)
 
 
 TARGET = {"float16": 0.1, "bfloat16": 0.3}
@@ -111,9 +107,9 @@ def main(arguments: list[str]) -> None:
 
 def search(config: Config, target: float, batches: int) -> SearchResult:
     """Find the smallest set of modules to keep for the target, on some batches of training data."""
-    task, train = _data(config)
+    task, loaders = _data(config)
     aim = Aim.of(config)
-    reference = _trainer(aim.reference(config), task)
+    reference = _trainer(aim.reference, task)
     lists = reference.precision.policy.ops
     run = set(map(op_of, reference.model.modules()))
     used = [op for op in sorted(lists.allow) if op in run and aim.pin == "fp32"]
@@ -133,7 +129,7 @@ def search(config: Config, target: float, batches: int) -> SearchResult:
             bar.set_postfix_str(name, refresh=False)
             bar.update()
 
-        data = list(islice(train.epoch(0), batches))
+        data = list(islice(loaders.train.epoch(0), batches))
         modules = None
         if aim.pin != "fp32":  # The modules whose products are below 16 bits, in the model's order.
             fresh = _trainer(config, task)
@@ -148,7 +144,7 @@ def prove(config: Config, pinned: Sequence[str], steps: int, seeds: int) -> Proo
     The loss of a training that diverged is nan.
     """
     aim = Aim.of(config)
-    runs = {aim.kept: aim.reference(config), "found": _pin(config, pinned)}
+    runs = {aim.kept: aim.reference, "found": _pin(config, pinned)}
     runs |= {f"all in {aim.others}": config} if pinned else {}
     first = config.run.seed
     return {
@@ -165,22 +161,21 @@ def _pin(config: Config, pinned: Sequence[str]) -> Config:
 def _train(config: Config, steps: int, seed: int) -> Evaluation:
     limits = replace(config.trainer, max_steps=steps, epochs=10**6, eval_every=10**9)
     config = replace(config, trainer=limits, run=replace(config.run, seed=seed))
-    task, train = _data(config)
+    task, loaders = _data(config)
     trainer = _trainer(config, task)
-    val = build_loaders(config, task).val
     trainer.callbacks = {"skip_guard": SkipGuard(limits.max_consecutive_skips)}
     try:
-        trainer.fit(train)
+        trainer.fit(loaders.train)
     except DivergedError:
         return Evaluation(math.nan)
-    evaluation: Evaluation = trainer.evaluate(val)
+    evaluation: Evaluation = trainer.evaluate(loaders.val)
     return evaluation
 
 
-def _data(config: Config) -> tuple[Task, Loader]:
+def _data(config: Config) -> tuple[Task, Loaders]:
     seed_everything(config.run.seed)
     task = build_task(config)
-    return task, build_loaders(config, task).train
+    return task, build_loaders(config, task)
 
 
 def _trainer(config: Config, task: Task) -> Trainer:
