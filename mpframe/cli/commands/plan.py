@@ -104,11 +104,9 @@ def _row(config: Config, task: Task, layout: Layout, way: Way, mode: str) -> dic
     rest = sum(held.values()) + buffers - update - gathered
     total, least = (rest + max(update, gathered + n) for n in (activations, recomputed))
     held |= {"activations": activations, "recomputed": recomputed, "total": total}
-    sizes = {
-        "sent": round(footprint.sent(traffic)),
-        "longest": footprint.longest_message(weights, way),
-    }
-    return {"ranks": way.name, "dtype": mode, **held, **sizes, "least": least}
+    held["sent"] = round(footprint.sent(traffic))
+    held["longest"] = footprint.longest_message(weights, way)
+    return {"ranks": way.name, "dtype": mode, **held, "least": least}
 
 
 def _run(
@@ -173,9 +171,7 @@ def _table(rows: list[dict[str, Any]], memory: float) -> str:
     names = [name for name in rows[0] if name != "least"]
     lines = [[*names, "fits"]]
     for row in rows:
-        cells = [
-            v if isinstance(v, str) else f"{v / size:.3g}" for v in (row[name] for name in names)
-        ]
+        cells = [row["ranks"], row["dtype"], *(f"{row[name] / size:.3g}" for name in names[2:])]
         kept, least = (row[name] / 1e9 <= memory for name in ("total", "least"))
         lines.append([*cells, "yes" if kept else "recomputed" if least else "no"])
     if memory == math.inf:
