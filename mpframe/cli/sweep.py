@@ -32,11 +32,17 @@ class SweepTable(Callback):
         # Hydra composes each job again, and the folder may be named after the time or an option.
         with read_write(config.hydra):
             config.hydra.overrides.hydra.append(word_of("hydra.sweep.dir", config.hydra.sweep.dir))
-        self._folder = Path(config.hydra.sweep.dir).absolute()
+        folder = Path(config.hydra.sweep.dir)
+        self._folder = folder.absolute()
         # Hydra does not call on_multirun_end if a job failed, and the table is needed then as well.
         atexit.register(self._report)
         if config.hydra.runtime.choices["hydra/launcher"] != "basic":
-            _say_on_signal(Path(config.hydra.sweep.dir))
+            # The jobs run in other processes, and a signal ends this one with one line.
+            def end(number: int, frame: FrameType | None) -> None:
+                sys.exit(print_error(make_stop_error(signal.Signals(number), folder)))
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, end)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Hide secrets that a shell put among the sweep's options, which Hydra has written."""
@@ -63,13 +69,3 @@ class SweepTable(Callback):
         jobs = write_table(self._folder)
         if jobs:
             say(as_text(self._folder, jobs))
-
-
-def _say_on_signal(folder: Path) -> None:
-    """Make signals end this process with one line, while its jobs run in other processes."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(print_error(make_stop_error(signal.Signals(number), folder)))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
