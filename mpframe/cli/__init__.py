@@ -9,6 +9,4 @@ checked, job.py runs it. The other commands take `option=value` words and compos
     job            the function that Hydra calls for each job of `train`
     sweep          keeps the table of a sweep while it runs
     restored       a checkpoint's model, for evaluate and predict
-
-May import everything.
 """

@@ -1,7 +1,7 @@
 """The schema: every option mpframe owns, its type, default, unit, range and one sentence.
 
 The values a run starts from are in `conf/`. This file says which values are allowed, and check.py
-compares a composed configuration with it. Neither imports torch, so a mistake is answered at once.
+compares a composed configuration with it.
 
 Closed sections (`dtype`, `ops`, `trainer`, the run itself) take only the options listed here.
 Open sections (`OPEN`) name a `_target_` and also take its arguments.

@@ -9,9 +9,6 @@ Usage: mpframe train [GROUP=CHOICE] [option=value] ... [flags of Hydra]
 `mpframe train --help` lists the groups, and says how to see all options.
 """
 
-# Hydra composes, the composed job is checked, a run starts. A mistake ends in one line on stderr
-# and exit code 1. HYDRA_FULL_ERROR=1 shows the traceback. torch is imported after the check.
-
 import os
 import sys
 from collections.abc import Iterator

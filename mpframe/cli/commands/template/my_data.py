@@ -9,12 +9,9 @@ from mpframe.data import Task, classification
 
 
 def spirals(arms: int, train: int, val: int, test: int, noise: float) -> Task:
-    """Points to train on, to validate on while training, and to test once at the end.
+    """So many points to train on, to validate on while training, and to test once at the end.
 
-    Args:
-        arms: number of classes.
-        train, val, test: number of points.
-        noise: standard deviation of what is added to each coordinate.
+    `noise` is the standard deviation of what is added to each coordinate.
     """
     return classification(
         _points(arms, train, noise, seed=0),

@@ -4,12 +4,7 @@ from torch import Tensor, nn
 
 
 class Net(nn.Module):
-    """Two hidden layers.
-
-    Args:
-        classes: number of outputs.
-        width: of the hidden layers.
-    """
+    """Two hidden layers of `width` features, and an output for each class."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
