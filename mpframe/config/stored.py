@@ -154,16 +154,12 @@ def _parts(optimizer: Any) -> dict[Any, Any]:
 def _choices_of(stored: Mapping[str, Any], given: list[str], trusted: Trusted) -> list[str]:
     """Return `GROUP=CHOICE` for each stored section, so that words may name its options."""
     choices = []
-    for group in _find_used_groups(stored) - _words(given):
-        target, known = _target(stored[group]), trusted.choices(group)
-        choice = next((choice for choice in known if known[choice] == target), "own")
-        choices.append(f"{group}={choice}")
+    for group in ONE_TARGET - _UNUSED - _words(given):
+        if stored.get(group):
+            target, known = _target(stored[group]), trusted.choices(group)
+            choice = next((choice for choice in known if known[choice] == target), "own")
+            choices.append(f"{group}={choice}")
     return choices
-
-
-def _find_used_groups(stored: Mapping[str, Any]) -> set[str]:
-    """Return the open sections with one target that an evaluation takes from the stored ones."""
-    return {group for group in ONE_TARGET - _UNUSED if stored.get(group)}
 
 
 def _words(given: list[str]) -> set[str]:
@@ -190,7 +186,8 @@ def _refuse_unnamed(
     path: Path, stored: Mapping[str, Any], named: set[str], trusted: Trusted
 ) -> None:
     """Refuse the targets that nobody but the stored configuration names, all in one line."""
-    nodes = {group: stored[group] for group in sorted(_find_used_groups(stored) - named)}
+    groups = sorted(ONE_TARGET - _UNUSED - named)
+    nodes = {group: stored[group] for group in groups if stored.get(group)}
     metrics = stored.get("metrics")  # The group holds what a user added to the dataset's.
     for name, node in metrics.items() if isinstance(metrics, dict) else ():
         if _target(node) is not None:

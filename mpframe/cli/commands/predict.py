@@ -23,13 +23,10 @@ model._target_=my_pkg.Net, or by a file of --config-dir: nothing is called becau
 says so.
 """
 
-# Predictions are an evaluation whose metric writes its input. Weights, formats, batches and trust
-# are the same as in mpframe evaluate.
-
 import csv
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -93,9 +90,8 @@ def predict(
 ) -> int:
     """Write a row for each sample of a part, in their order, and return how many.
 
-    The `.csv` file appears whole or not at all. `outputs`: `class`, `probabilities` or `raw`, by
-    default the one that fits. `names` name the samples of `folder`, instead of numbers. The
-    run's metrics and callbacks are replaced.
+    `outputs`: `class`, `probabilities` or `raw`, by default the one that fits. `names` name
+    the samples of `folder`, instead of numbers. The run's metrics and callbacks are replaced.
     """
     dataset: Any = run.task.val if part == "folder" else getattr(run.task, part)
     if dataset is None:
@@ -150,14 +146,12 @@ def _refuse_file(out: Path, overwrite: bool) -> None:
 
 def _make_task(paths: tuple[str, ...], folder: str, facts: Mapping[str, Any]) -> Task:
     """Make the task of images, prepared as a checkpoint says those it was trained on were."""
-    told = facts["preprocessing"] or {}
-    try:
+    told, fits = facts["preprocessing"] or {}, False
+    with suppress(LookupError, TypeError, ValueError):
         mean, std = (tuple(map(float, told[key])) for key in ("mean", "std"))
         side, width = told["size"]
         channels = len(mean)
         fits = side == width and len(std) == channels and channels in (1, 3) and min(std) > 0
-    except (LookupError, TypeError, ValueError):
-        fits = False
     shapes, reason = [given["shape"] for given in facts["inputs"] or ()], ""
     if not fits or not isinstance(side, int):
         reason = (
