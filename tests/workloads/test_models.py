@@ -108,6 +108,8 @@ WHOLE = "must be a whole number >="
 @pytest.mark.parametrize(("make", "given", "text"), [
     (cnn, {"width": 1.5}, f"model.width=1.5: {WHOLE} 1"),
     (UNet, {"stages": 0}, f"model.stages=0: {WHOLE} 1"),
+    (lambda: UNet(1, 2, 2)(torch.zeros(1, 1, 16, 20)), {}, "model.stages: halves images of [16"
+     ", 20] to no whole number; use sides that are multiples of 8 (dataset.image_size) or fe"),
     (Tabular, {"categories": {"a": 0}}, f"model.categories.a=0: {WHOLE} 1"),
     (Tabular, {"embedding_dropout": -0.1}, "model.embedding_dropout=-0.1: must be >= 0"),
     (GPT, {"heads": 3}, "model.width=16: must be a multiple of model.heads=3"),

@@ -1,6 +1,7 @@
 """Text folders, BERT's tokenizer, spans of tweets: samples, batches, and what is refused."""
 
 import csv
+import logging
 import math
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkout import ROOT
-from fixtures import refused
+from fixtures import Log, Patch, refused
 from vocabulary import differing
 
 from mpframe.core.errors import ConfigError, DataError
@@ -74,7 +75,7 @@ def test_a_text_as_bert_reads_it(tmp_path: Path) -> None:
 
 
 @tokenizes
-def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "vocab.txt"
     path.write_bytes(PIECES + b"fox\nbox")
     for texts, vocab, size, length, text in (
@@ -85,6 +86,10 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert text in refused(ConfigError, word_piece, texts, vocab, size, length)
     path.write_bytes(b"[PAD]\n[UNK]\nfox\n")
     assert "not found in the vocabulary" in refused(TypeError, word_piece, [], str(path), 7, 8)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert refused(ConfigError, word_piece, TEXTS, None, 200, 16) == (
+        "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
+    )
 
 
 SIZES: dict[str, Any] = {"classes": 2, "vocab_size": 100, "max_tokens": 12}
@@ -129,7 +134,7 @@ def test_no_text_is_in_two_parts_and_a_batch_is_what_bert_is_called_with(tree: P
 
 
 @tokenizes
-def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path) -> None:
+def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path, caplog: Log) -> None:
     firsts = {"art": 0x4E00, "sport": 0x4F00}  # each text has a character of its own
     write(tmp_path, 20, lambda name, number: chr(firsts[name] + number).encode())
     task: Any = text_folder(str(tmp_path), **SIZES)
@@ -140,7 +145,9 @@ def test_the_vocabulary_knows_the_training_texts_alone(tmp_path: Path) -> None:
     texts = {"art": "costs £5".encode(), "sport": "costs £5".encode("latin-1")}
     for path in tmp_path.glob("*/*.txt"):
         path.write_bytes(texts[path.parent.name])
-    task = text_folder(str(tmp_path), **SIZES)
+    with caplog.at_level(logging.INFO):
+        task = text_folder(str(tmp_path), **SIZES)
+    assert "20 of 40 texts are not UTF-8 and read as Latin-1" in caplog.text
     assert len({tuple(sample["input_ids"].tolist()) for sample in task.train}) == 1
 
 

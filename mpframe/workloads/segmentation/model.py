@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import Supervised, supervised
 from mpframe.core.ranges import NOT_NEGATIVE, POSITIVE, require
 from mpframe.workloads.images import require_sizes, two_convolutions
@@ -24,6 +25,7 @@ class UNet(nn.Module):
         super().__init__()
         require_sizes(channels=channels, classes=classes, width=width, stages=stages)
         widths = [width * 2**stage for stage in range(stages)]
+        self.multiple = 2 ** (stages - 1)
         self.encoder = nn.ModuleList(
             two_convolutions(before, after, bias=True)
             for before, after in zip([channels, *widths], widths, strict=False)
@@ -36,6 +38,11 @@ class UNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes, H, W] of images [N, channels, H, W], floating."""
+        if images.shape[-1] % self.multiple or images.shape[-2] % self.multiple:
+            raise ConfigError(
+                f"model.stages: halves images of {list(images.shape[-2:])} to no whole number; use "
+                f"sides that are multiples of {self.multiple} (dataset.image_size) or fewer stages"
+            )
         features = images
         skipped: list[Tensor] = []
         for stage in self.encoder:

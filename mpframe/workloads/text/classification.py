@@ -4,9 +4,12 @@
 a file. `pad_batch` makes a batch of token sequences of different lengths.
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +86,10 @@ def word_piece(
     """
     require_counts(len(_SPECIAL) + 1, vocab_size=vocab_size)
     require_counts(3, max_tokens=max_tokens)
+    if find_spec("tokenizers") is None:
+        raise ConfigError(
+            "dataset: tokenizers is not installed; get it with pip install mpframe[text]"
+        )
     # Without threads, tokenizers does not warn when a loader's worker is forked.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if vocab is None:
@@ -116,6 +123,8 @@ def _train(texts: Sequence[str], vocab_size: int) -> list[str]:
     return sorted(numbers, key=numbers.__getitem__)
 
 
+log = logging.getLogger(__name__)
+
 _MOST_BYTES = 2**24  # of one text
 
 
@@ -133,8 +142,8 @@ def text_folder(
     [N, T] and `labels` [N], all int64, where T is the length of the longest text, rounded up to a
     multiple of `pad_to`. The model computes the loss. See conf/dataset/text_folder.yaml.
 
-    ConfigError: an option is out of its range or does not fit the tree. DataError: folders are
-    missing. OSError: a file cannot be read.
+    ConfigError: an option is out of its range or does not fit the tree, or tokenizers is not
+    installed. DataError: folders are missing. OSError: a file cannot be read.
     """
     require_counts(pad_to=pad_to)
     names, texts, targets = _read(Path(root))
@@ -167,15 +176,15 @@ def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
             f"dataset.root={root}: needs a folder of *.txt files for each of two or more classes, "
             f"and has {len(files)}; set dataset.root to such a tree"
         )
-    texts = [_read_text(path) for paths in files.values() for path in paths]
+    texts, others = [], 0
+    for path in chain.from_iterable(files.values()):
+        content = read_regular(path, _MOST_BYTES)
+        try:
+            texts.append(content.decode("utf-8"))
+        except UnicodeDecodeError:  # Any bytes are Latin-1.
+            texts.append(content.decode("latin-1"))
+            others += 1
+    if others:
+        log.info("%s: %d of %d texts are not UTF-8 and read as Latin-1", root, others, len(texts))
     counts = torch.tensor([len(paths) for paths in files.values()])
     return list(files), texts, torch.arange(len(counts)).repeat_interleave(counts)
-
-
-def _read_text(path: Path) -> str:
-    """Read a text as UTF-8, or else as Latin-1, which any bytes are."""
-    content = read_regular(path, _MOST_BYTES)
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError:
-        return content.decode("latin-1")
