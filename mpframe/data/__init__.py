@@ -5,7 +5,6 @@ on, the loss, and the metrics. A batch is any tree of tensors.
 
     task         what a dataset returns
     loading      which batch comes when, and why a resumed run sees the same ones: begin here
-    loaders      which loader a dataset, a stream or a task has
     streaming    the same of a stream, whose next epoch goes on where it stood
     shares       the part of a stream that one worker reads
     fetching     one batch of the samples that are asked for

@@ -40,11 +40,12 @@ class Fetcher(Dataset[Any]):
         split: str,
         collate: Collate | None,
     ) -> None:
-        by_rows = type(dataset) is TensorDataset and collate is None
-        self._dataset: Any = TensorRows(dataset) if by_rows else dataset
+        # Such a one gives many rows at once as if collated, and draws no random numbers.
+        self._by_rows = type(dataset) is TensorDataset and collate is None
+        self._dataset = dataset
         self._seed, self._current, self._split, self._collate = seed, current, split, collate
         self._epoch: int | None = None
-        self._view: Any = self._dataset
+        self._view: Any = dataset
 
     def __getitems__(self, request: list[int]) -> Any:
         """Return the batch, the error that prevented it, or None if no sample is asked for."""
@@ -64,15 +65,19 @@ class Fetcher(Dataset[Any]):
         if epoch != self._epoch:
             with blame_data(f"epoch {epoch} cannot be read"):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
-        if hasattr(self._view, "fetch_batch"):
+        if self._by_rows or hasattr(self._view, "fetch_batch"):
             self._current.note(indices[0])
             with blame_data(f"{name_samples(indices)} cannot be read"):
-                batch = self._view.fetch_batch(indices)
+                if self._by_rows:
+                    chosen = torch.tensor(indices)
+                    batch = tuple(tensor[chosen] for tensor in self._view.tensors)
+                else:
+                    batch = self._view.fetch_batch(indices)
         else:
             with keep_generators():
                 samples = self._read(indices, epoch)
                 batch = stack(samples, indices, self._collate)
-        return checked(batch, indices, self._split, place, samples)
+        return require_finite(batch, indices, self._split, place, samples)
 
     def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
         states = hash_key(self._seed, epoch, indices).tolist()
@@ -102,30 +107,11 @@ def stack(samples: list[Any], indices: Sequence[int], collate: Collate | None) -
     return tuple(batch) if type(batch) is list else batch  # torch's list of a tuple's parts
 
 
-def checked(
-    batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
-) -> Any:
-    """Return the batch without its graph. DataError if one of its tensors is not finite."""
-    require_finite(batch, indices, split, place, samples)
-    return map_tensors(_detach, batch)
-
-
 def seed_generators(state: int) -> None:
     """Seed torch's CPU generator, Python's and numpy's, from which a sample's code may draw."""
     torch.default_generator.manual_seed(state)
     random.seed(state)
     np.random.seed(state % 2**32)
-
-
-class TensorRows:
-    """Rows of a TensorDataset, which draws no random numbers, a batch at a time as if collated."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._tensors: tuple[Tensor, ...] = dataset.tensors
-
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return tuple(tensor[chosen] for tensor in self._tensors)
 
 
 def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
@@ -174,15 +160,15 @@ def _detach(tensor: Tensor) -> Tensor:
 
 def require_finite(
     batch: Any, indices: Sequence[int], split: str, place: tuple[int, int], samples: Sequence[Any]
-) -> None:
-    """Refuse a batch on the host that holds NaN or inf, and name the tensor and its sample.
+) -> Any:
+    """Return a batch on the host without its graph. DataError: one of its tensors is not finite.
 
     `place` is the epoch and the batch's number in it. `samples` are what the batch was made of, in
     the order of `indices`, or empty.
     """
     bad = _first_bad(batch)
     if bad is None:
-        return
+        return map_tensors(_detach, batch)
     name, whose = bad[0], _name_row(bad[1], indices)
     for index, sample in sorted(zip(indices, samples, strict=False), key=itemgetter(0)):
         if bad := _first_bad(sample):

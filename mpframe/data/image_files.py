@@ -46,10 +46,8 @@ class Listing(NamedTuple):
         paths = tuple(self.paths[index] for index in indices.tolist())
         return Listing(self.classes, paths, self.targets[indices])
 
-    def first(self, per_class: int | None) -> "Listing":
-        """Return the first `per_class` images of each class, or all if it is None."""
-        if per_class is None:
-            return self
+    def first(self, per_class: int) -> "Listing":
+        """Return the first `per_class` images of each class."""
         starts = torch.searchsorted(self.targets, self.targets)
         return self.part((torch.arange(len(self.targets)) - starts < per_class).nonzero().flatten())
 
@@ -147,7 +145,6 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and path.is_file()
 
 
-_PARTS = ("train", "val", "test")
 _ONE_IN = 10  # of the training images validates if there is no val/
 
 
@@ -175,9 +172,10 @@ def image_folder(
     require_choice("channels", channels, MODES)
     require_counts(image_size=image_size)
     require_counts(0, cache_bytes=cache_bytes)
+    listed = _list_parts(Path(root))
     if limit_per_class is not None:
         require_counts(limit_per_class=limit_per_class)
-    listed = {name: part.first(limit_per_class) for name, part in _list_parts(Path(root)).items()}
+        listed = {name: part.first(limit_per_class) for name, part in listed.items()}
     train = listed["train"]
     require_facts(f"{root}/train", classes=(classes, len(train.classes)))
     files = sum(len(part.paths) for part in listed.values())
@@ -221,7 +219,7 @@ def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> T
 
 def _list_parts(root: Path) -> dict[str, Listing]:
     """List the images of train, val and, if there is such a folder, test."""
-    folders = [name for name in _PARTS if (root / name).is_dir()]
+    folders = [name for name in ("train", "val", "test") if (root / name).is_dir()]
     if "train" not in folders or len(folders) == 1:
         raise DataError(
             f"dataset.root={root}: needs the folders train/<class>/ and val/<class>/ or "

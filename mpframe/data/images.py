@@ -30,11 +30,10 @@ from mpframe.data.samples import BatchDataset, draw_uniforms, hold_out
 from mpframe.data.task import Task, classification, require_choice, require_facts, require_labels
 
 AUGMENTATIONS = ("none", "crop", "crop_flip")
-DRAWS = 3  # uniforms that one image uses: vertical shift, horizontal shift, flip
 
 
 def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
-    """Augment images [N, C, H, W] of any dtype by name, with `uniforms` [N, DRAWS] in [0, 1)."""
+    """Augment images [N, C, H, W] of any dtype by name, with `uniforms` [N, 3] in [0, 1)."""
     if name == "none":
         return images
     # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
@@ -158,7 +157,7 @@ class Images(BatchDataset):
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         images = self.pixels(chosen)
         if self.augment != "none":
-            uniforms = torch.from_numpy(draw_uniforms(DRAWS, *self._key, chosen.numpy()))
+            uniforms = torch.from_numpy(draw_uniforms(3, *self._key, chosen.numpy()))
             images = augment(images, self.augment, uniforms)
         return self.normalize(images), self.targets.index_select(0, chosen)
 
@@ -224,16 +223,12 @@ def digits(
         )
     size, count = (image_size, 8), (classes, 10)
     require_facts("digits", channels=(channels, 1), image_size=size, classes=count)
-    images, targets = _load()
-    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=5, parts=2)]
-    return array_task(parts, augment, [str(digit) for digit in range(10)], _BRIGHTEST)
-
-
-def _load() -> tuple[Tensor, Tensor]:
     # scikit-learn's reader would import all of it, which takes half as long as torch.
     file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
     table = torch.from_numpy(np.loadtxt(str(file), delimiter=","))  # 64 pixels and the digit
-    return table[:, :-1].float().view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].long()
+    images, targets = table[:, :-1].float().view(-1, 1, 8, 8) / _BRIGHTEST, table[:, -1].long()
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=5, parts=2)]
+    return array_task(parts, augment, [str(digit) for digit in range(10)], _BRIGHTEST)
 
 
 _MOST_ITEMS = 2**20

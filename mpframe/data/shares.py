@@ -22,8 +22,8 @@ from mpframe.core.errors import DataError, MpframeError
 from mpframe.data.fetching import (
     Collate,
     blame_data,
-    checked,
     keep_generators,
+    require_finite,
     seed_generators,
     stack,
 )
@@ -144,13 +144,14 @@ class Shares(IterableDataset[Any]):
                 self._open(self._pass + 1)
         if not samples:
             return None
-        place = self._pass, indices[-1] // self.batch_size
         if is_batched(self.stream):
             batch = samples[0]  # torch's list of the parts of a tuple becomes a tuple.
             batch = tuple(batch) if type(batch) is list else batch
-            return checked(batch, range(self.batch_size), self.split, (self._pass, indices[0]), ())
+            place = self._pass, indices[0]
+            return require_finite(batch, range(self.batch_size), self.split, place, ())
+        place = self._pass, indices[-1] // self.batch_size
         batch = stack(samples, indices, self.collate)
-        return checked(batch, indices, self.split, place, samples)
+        return require_finite(batch, indices, self.split, place, samples)
 
     def _next(self) -> Any:
         """Return the next sample of this share, or _END."""

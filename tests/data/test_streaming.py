@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, DataError
 from mpframe.data import Task
-from mpframe.data.loaders import make_loader
+from mpframe.data.loading import make_loader
 from mpframe.data.streaming import StreamLoader
 
 EPOCH = 5  # batches
