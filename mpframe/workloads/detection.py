@@ -14,7 +14,7 @@ background boxes count, three for each box with an object.
 torchvision's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,14 +27,14 @@ from torchvision.ops import batched_nms, box_convert, box_iou, clip_boxes_to_ima
 
 from mpframe.core.casts import outside_casts
 from mpframe.core.objective import StepOutput
-from mpframe.core.tree import to_fp32
+from mpframe.core.tree import map_tensors, to_fp32
 from mpframe.core.user_code import user_code
 from mpframe.data.samples import Generated
 from mpframe.data.task import Task, require_counts, require_facts
 from mpframe.precision.trace import preserve_state
 from mpframe.workloads.images import require_sizes
 
-Boxes = Mapping[str, Tensor]
+Boxes = dict[str, Tensor]
 
 
 class MeanAveragePrecision:
@@ -60,7 +60,7 @@ class MeanAveragePrecision:
 
     def compute(self) -> Tensor:
         """Return the mean so far, 0-d float64, nan if there was no true box."""
-        images = [(_to_host(found), _to_host(true)) for found, true in self._images]
+        images = map_tensors(lambda tensor: tensor.detach().cpu(), self._images)
         classes = sorted({label for _, true in images for label in true["labels"].tolist()})
         precisions = [self._measure_class(label, images) for label in classes]
         return torch.tensor(precisions, dtype=torch.float64).mean()
@@ -75,7 +75,10 @@ class MeanAveragePrecision:
             right.append(self._find_hits(found["boxes"][mine][order], wanted))
             true_boxes += len(wanted)
         order = torch.cat(scores).argsort(descending=True, stable=True)
-        return average_precision(torch.cat(right)[order], true_boxes)
+        hits = torch.cat(right)[order].double()
+        precision = hits.cumsum(0) / torch.arange(1, len(hits) + 1)
+        highest = precision.flip(0).cummax(0).values.flip(0)
+        return float((highest * hits).sum() / true_boxes)
 
     def _find_hits(self, found: Tensor, wanted: Tensor) -> Tensor:
         """Return which boxes of an image, by falling score, are right, [n] bool."""
@@ -89,25 +92,12 @@ class MeanAveragePrecision:
         return hits
 
 
-def average_precision(right: Tensor, true_boxes: int) -> float:
-    """Return the area under precision over recall of hits [n], by falling score."""
-    hits = right.double().cumsum(0)
-    precision = hits / torch.arange(1, len(hits) + 1)
-    highest = precision.flip(0).cummax(0).values.flip(0)
-    return float((highest * right).sum() / true_boxes)
-
-
-def _to_host(boxes: Boxes) -> Boxes:
-    return {name: tensor.detach().cpu() for name, tensor in boxes.items()}
-
-
 CLASSES = ["background", "rectangle", "ellipse", "triangle"]
 _TRIES = 4  # places that are tried for each shape
 _SMALLEST, _LARGEST = 0.2, 0.5  # of a shape, as a share of the side
 _LONGEST = 1.5  # its longer side over its shorter one
 
 Array = NDArray[np.float64]
-Target = dict[str, Tensor]
 
 
 def scenes(
@@ -149,7 +139,7 @@ class Scenes(Generated):
         super().__init__(*generated)
         self._side, self._max_objects = side, max_objects
 
-    def draw(self, index: int) -> tuple[Tensor, Target]:
+    def draw(self, index: int) -> tuple[Tensor, Boxes]:
         tries = _TRIES * self._max_objects
         draws = self.uniforms(4 + 8 * tries, index, 0)
         count, background, rows = draws[0], draws[1:4], draws[4:].reshape(tries, 8)
@@ -165,7 +155,7 @@ class Scenes(Generated):
         return self.add_noise(image, index), target
 
 
-def collate(samples: list[tuple[Tensor, Target]]) -> tuple[list[Tensor], list[Target]]:
+def collate(samples: list[tuple[Tensor, Boxes]]) -> tuple[list[Tensor], list[Boxes]]:
     """Make a batch, a list of images and a list of their targets."""
     images, targets = zip(*samples, strict=True)
     return list(images), list(targets)
@@ -232,9 +222,7 @@ class SSD(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
-    def forward(
-        self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None
-    ) -> Any:
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Boxes] | None = None) -> Any:
         """Return the losses `classification` and `bbox_regression` in training, 0-d.
 
         Otherwise return for each image `boxes` [n, 4], (left, top, right, bottom) in pixels,
@@ -262,7 +250,7 @@ class SSD(nn.Module):
         both = torch.cat(found, dim=1)
         return both[..., : self.classes], both[..., self.classes :]
 
-    def _find(self, logits: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    def _find(self, logits: Tensor, offsets: Tensor) -> Boxes:
         scores, labels = logits.softmax(dim=1)[:, 1:].max(dim=1)
         sure = scores > _SCORE
         boxes = decode(offsets[sure], self.defaults[sure])

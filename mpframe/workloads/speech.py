@@ -101,7 +101,6 @@ _SHORTEST, _LONGEST, _PAUSE = 3, 8, 4  # frames of a label, and of the longest s
 _WIDTH = 0.06  # standard deviation of a bump, as a share of all features
 
 Array = NDArray[np.float64]
-Whole = NDArray[np.int64]
 
 
 def phonemes(
@@ -143,16 +142,12 @@ class Phonemes(Generated):
         labels = 1 + (said[0] * (len(self._spectra) - 1)).astype(np.int64)
         lasts = _SHORTEST + (said[1] * (_LONGEST - _SHORTEST + 1)).astype(np.int64)
         pauses = 1 + (said[2] * _PAUSE).astype(np.int64)
-        return self.add_noise(self._speak(labels, lasts, pauses), index), torch.from_numpy(labels)
-
-    def _speak(self, labels: Whole, lasts: Whole, pauses: Whole) -> Array:
-        """Return silence and a label, in turns: [T, features]."""
-        spans = pauses + lasts
+        spans = pauses + lasts  # silence and a label, in turns
         begins = np.repeat(np.cumsum(spans) - lasts, spans)  # of the label that a frame belongs to
         place = (np.arange(spans.sum()) - begins + 0.5) / np.repeat(lasts, spans)
-        loudness: Array = np.where(place > 0, np.sin(np.pi * place), 0.0)
-        spoken: Array = loudness[:, None] * self._spectra[np.repeat(labels, spans)]
-        return spoken
+        loudness = np.where(place > 0, np.sin(np.pi * place), 0.0)
+        spoken = loudness[:, None] * self._spectra[np.repeat(labels, spans)]
+        return self.add_noise(spoken, index), torch.from_numpy(labels)
 
 
 def collate(samples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:

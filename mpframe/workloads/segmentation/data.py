@@ -26,6 +26,8 @@ from mpframe.workloads.segmentation.model import dice_cross_entropy
 _MASK_FORMATS = ("PNG", "BMP")  # A JPEG does not keep numbers.
 _ONE_NUMBER = ("1", "L", "P")  # black and white, grey, palette: Pillow's modes of 8 bits or fewer
 
+Window = tuple[int, int, int, bool]  # number of a photograph, first row and column, mirrored
+
 
 class Pair(NamedTuple):
     """A photograph (JPEG, PNG, WebP, BMP) and its mask (PNG, BMP), whose numbers are classes."""
@@ -112,21 +114,19 @@ def mask_folder(
     require_counts(2, classes=classes)
     require_counts(0, cache_bytes=cache_bytes)
     read = {
-        name: Photographs(pairs, channels, classes)
+        name: Photographs(pairs, channels, classes, image_size)
         for name, pairs in _list_parts(Path(root)).items()
     }
-    for part in read.values():
-        part.require_side(image_size)
     pixels = sum(height * width for part in read.values() for height, width in part.sizes)
     if pixels * (channels + 1) <= cache_bytes:
         for part in read.values():
             part.keep()
     train = read["train"]
-    normalize = Normalize.given(mean, std, channels) or _measure(train, image_size)
-    tiles = {name: Tiles(part, image_size, normalize) for name, part in read.items()}
-    crops = RandomCrops(train, image_size, normalize, crops_per_image, flip)
+    normalize = Normalize.given(mean, std, channels) or _measure(train)
+    covered = {name: tiles(part, normalize) for name, part in read.items()}
+    crops = RandomCrops(train, normalize, crops_per_image, flip)
     how = normalize.described(image_size)
-    return segmentation(crops, tiles["val"], test=tiles.get("test"), preprocessing=how)
+    return segmentation(crops, covered["val"], test=covered.get("test"), preprocessing=how)
 
 
 def _list_parts(root: Path) -> dict[str, list[Pair]]:
@@ -140,19 +140,16 @@ def _list_parts(root: Path) -> dict[str, list[Pair]]:
 
 
 class Photographs:
-    """Photographs and masks, read from memory if they are kept there."""
+    """Photographs and masks, of which squares of `side` pixels are cut."""
 
-    def __init__(self, pairs: list[Pair], channels: int, classes: int) -> None:
-        self._pairs, self._shape = pairs, (channels, classes)
+    def __init__(self, pairs: list[Pair], channels: int, classes: int, side: int) -> None:
+        self._pairs, self._shape, self.side = pairs, (channels, classes), side
         self._kept: list[tuple[Tensor, Tensor]] | None = None
         self.sizes = [pair.size() for pair in pairs]  # height and width
-
-    def require_side(self, size: int) -> None:
-        """Check that crops of `size` fit into each photograph."""
-        for pair, (height, width) in zip(self._pairs, self.sizes, strict=True):
-            if min(height, width) < size:
+        for pair, (height, width) in zip(pairs, self.sizes, strict=True):
+            if min(height, width) < side:
                 raise ConfigError(
-                    f"dataset.image_size={size}: {pair.image} is {width} x {height} pixels; use "
+                    f"dataset.image_size={side}: {pair.image} is {width} x {height} pixels; use "
                     f"dataset.image_size={min(height, width)} or less"
                 )
 
@@ -160,49 +157,36 @@ class Photographs:
         """Read them all into memory."""
         self._kept = [pair.read(*self._shape) for pair in self._pairs]
 
-    def read(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return uint8 [channels, H, W] and uint8 [H, W]."""
-        return self._kept[number] if self._kept else self._pairs[number].read(*self._shape)
-
-    def cut(self, window: "Window", size: int) -> tuple[Tensor, Tensor]:
-        """Return a square of `size` pixels and its classes."""
+    def cut(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Return a square, uint8 [channels, side, side], and its classes, uint8 [side, side]."""
         number, top, left, mirrored = window
-        image, classes = (
-            part[..., top : top + size, left : left + size] for part in self.read(number)
-        )
+        pair = self._kept[number] if self._kept else self._pairs[number].read(*self._shape)
+        rows, columns = slice(top, top + self.side), slice(left, left + self.side)
+        image, classes = (part[..., rows, columns] for part in pair)
         return (image.flip(-1), classes.flip(-1)) if mirrored else (image, classes)
 
 
-def _measure(train: Photographs, size: int) -> Normalize:
+def _measure(train: Photographs) -> Normalize:
     """Measure the middles of the photographs."""
     middles = [
-        Window(number, (height - size) // 2, (width - size) // 2)
+        (number, (height - train.side) // 2, (width - train.side) // 2, False)
         for number, (height, width) in enumerate(train.sizes)
     ]
-    cut = [train.cut(middle, size)[0] for middle in middles[spread(len(middles))]]
+    cut = [train.cut(middle)[0] for middle in middles[spread(len(middles))]]
     return Normalize.measured(torch.stack(cut))
 
 
-class Window(NamedTuple):
-    """The place of a square in a photograph."""
-
-    photograph: int
-    top: int  # row
-    left: int  # column
-    mirrored: bool = False
-
-
 class Crops(BatchDataset):
-    """Squares of photographs, [channels, size, size] float32, and classes, [size, size] int64."""
+    """Squares of photographs, [channels, side, side] float32, and classes, [side, side] int64."""
 
-    windows: list[Window]
-
-    def __init__(self, photographs: Photographs, size: int, normalize: Normalize) -> None:
-        self.photographs, self.size, self.normalize = photographs, size, normalize
+    def __init__(
+        self, photographs: Photographs, normalize: Normalize, windows: list[Window]
+    ) -> None:
+        self.photographs, self.normalize, self.windows = photographs, normalize, windows
 
     def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ([N, channels, size, size] float32, [N, size, size] int64)."""
-        cut = [self.photographs.cut(self.windows[index], self.size) for index in indices]
+        """Return ([N, channels, side, side] float32, [N, side, side] int64)."""
+        cut = [self.photographs.cut(self.windows[index]) for index in indices]
         images, targets = zip(*cut, strict=True)
         return self.normalize(torch.stack(images)), torch.stack(targets).long()
 
@@ -214,39 +198,37 @@ class RandomCrops(Crops):
     """`each` crops of every photograph at places that depend only on (seed, epoch, index)."""
 
     def __init__(
-        self, photographs: Photographs, size: int, normalize: Normalize, each: int, flip: bool
+        self, photographs: Photographs, normalize: Normalize, each: int, flip: bool
     ) -> None:
-        super().__init__(photographs, size, normalize)
+        super().__init__(photographs, normalize, [])
         self._each, self._flip = each, flip
         self.set_epoch(0, 0)
 
-    def unaugmented(self) -> "Tiles":
+    def unaugmented(self) -> Crops:
         """Return crops that cover the same photographs, for predictions."""
-        return Tiles(self.photographs, self.size, self.normalize)
+        return tiles(self.photographs, self.normalize)
 
     def set_epoch(self, seed: int, epoch: int) -> None:
         """Choose the crops of an epoch."""
-        sizes = self.photographs.sizes
+        sizes, side = self.photographs.sizes, self.photographs.side
         uniforms = draw_uniforms(3, seed, epoch, range(len(sizes) * self._each))
         self.windows = []
         for index, (down, right, mirror) in enumerate(uniforms.tolist()):
             height, width = sizes[index // self._each]
-            top, left = int(down * (height - self.size + 1)), int(right * (width - self.size + 1))
+            top, left = int(down * (height - side + 1)), int(right * (width - side + 1))
             mirrored = self._flip and mirror < 0.5
-            self.windows.append(Window(index // self._each, top, left, mirrored))
+            self.windows.append((index // self._each, top, left, mirrored))
 
 
-class Tiles(Crops):
-    """The fewest crops that cover each photograph, evenly placed."""
-
-    def __init__(self, photographs: Photographs, size: int, normalize: Normalize) -> None:
-        super().__init__(photographs, size, normalize)
-        self.windows = [
-            Window(number, top, left)
-            for number, (height, width) in enumerate(photographs.sizes)
-            for top in _starts(height, size)
-            for left in _starts(width, size)
-        ]
+def tiles(photographs: Photographs, normalize: Normalize) -> Crops:
+    """Return the fewest crops that cover each photograph, evenly placed."""
+    windows = [
+        (number, top, left, False)
+        for number, (height, width) in enumerate(photographs.sizes)
+        for top in _starts(height, photographs.side)
+        for left in _starts(width, photographs.side)
+    ]
+    return Crops(photographs, normalize, windows)
 
 
 def _starts(length: int, size: int) -> list[int]:

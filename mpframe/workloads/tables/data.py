@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,7 +53,13 @@ def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
             columns: Columns = {name: [] for name in (header if wanted is None else wanted)}
-            _require_columns(path, header, columns)
+            for name in columns:
+                if header.count(name) != 1:
+                    hint = nearest(name, header, before="; ")
+                    raise DataError(
+                        f"{path}: has {header.count(name)} columns {name}; name the columns of the "
+                        f"file's first line{hint}"
+                    )
             places = {name: header.index(name) for name in columns}
             for number, cells in enumerate(reader, start=2):
                 if len(cells) != len(header):
@@ -68,30 +74,17 @@ def read_csv(path: Path, wanted: Iterable[str] | None = None) -> Table:
     return Table(path, columns)
 
 
-def _require_columns(path: Path, header: list[str], wanted: Iterable[str]) -> None:
-    for name in wanted:
-        if header.count(name) != 1:
-            hint = nearest(name, header, before="; ")
-            raise DataError(
-                f"{path}: has {header.count(name)} columns {name}; name the columns of the file's "
-                f"first line{hint}"
-            )
-
-
 UNKNOWN = 0
 DATE_PARTS = ("year", "month", "day", "week", "weekday")
-_LARGEST = 1e30
-
-Floats = NDArray[np.float64]
 
 
-def numbers(table: Table, name: str, missing: bool) -> Floats:
+def numbers(table: Table, name: str, missing: bool) -> NDArray[np.float64]:
     """Return a column as float64 [rows], with nan for empty cells if they may be `missing`."""
 
     def number(word: str) -> float:
         if not word and missing:
             return math.nan
-        if not abs(value := float(word)) <= _LARGEST:
+        if not abs(value := float(word)) <= 1e30:
             raise ValueError
         return value
 
@@ -99,18 +92,14 @@ def numbers(table: Table, name: str, missing: bool) -> Floats:
     return np.array(_convert(table, name, number, what))
 
 
-def dates(table: Table, name: str) -> NDArray[np.int64]:
-    """Return a column of dates like 2015-07-31 as days since the year 1, [rows] int64."""
-
-    def day(word: str) -> float:
-        return datetime.date.fromisoformat(word).toordinal()
-
-    return np.array(_convert(table, name, day, "a date as in 2015-07-31"), dtype=np.int64)
+def dates(table: Table, name: str) -> list[datetime.date]:
+    """Return a column of dates like 2015-07-31."""
+    return _convert(table, name, datetime.date.fromisoformat, "a date as in 2015-07-31")
 
 
 def date_parts(table: Table, name: str) -> Columns:
     """Return the columns NAME.year, .month, .day, .week (of ISO) and .weekday (Monday is 1)."""
-    days = map(datetime.date.fromordinal, dates(table, name).tolist())
+    days = dates(table, name)
     parts = [(day.year, day.month, day.day, *day.isocalendar()[1:]) for day in days]
     return {
         f"{name}.{part}": [str(row[place]) for row in parts]
@@ -118,31 +107,7 @@ def date_parts(table: Table, name: str) -> Columns:
     }
 
 
-def categories(words: list[str], training: Tensor) -> tuple[Tensor, list[str]]:
-    """Number the words [rows] of a column: [rows] int64, and the words in the order of the numbers.
-
-    The words of the training rows, including the empty one, are numbered from 1 on in their order.
-    Any other word is 0, `UNKNOWN`.
-    """
-    known = sorted({words[row] for row in training.tolist()})
-    places = {word: place for place, word in enumerate(known, start=1)}
-    return torch.tensor([places.get(word, UNKNOWN) for word in words]), known
-
-
-def standardize(values: Floats, training: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Return (value - mean) / std, float32 [rows], and the median, mean and std.
-
-    These come from the training rows. nan becomes the median, and a constant column has std 1.
-    """
-    median = float(np.nanmedian(values[training.numpy()]))
-    filled = np.where(np.isnan(values), median, values)
-    chosen = filled[training.numpy()]
-    mean, std = float(chosen.mean()), float(chosen.std()) or 1.0
-    scaled = torch.from_numpy((filled - mean) / std).float()
-    return scaled, {"median": median, "mean": mean, "std": std}
-
-
-def _convert(table: Table, name: str, convert: Callable[[str], float], what: str) -> list[float]:
+def _convert(table: Table, name: str, convert: Callable[[str], Any], what: str) -> list[Any]:
     values = []
     for row, word in enumerate(table.columns[name]):
         try:
@@ -223,16 +188,16 @@ def csv_table(
     table = _read(path, [*categorical, *continuous, target], date, join)
     targets = numbers(table, target, missing=False).astype(np.float32)
     rows = _rows_with_target(table, target, targets, drop_zeros)
-    when = np.arange(table.rows) if date is None else dates(table, date)
+    when = np.arange(table.rows)
+    if date is not None:
+        when = np.array([day.toordinal() for day in dates(table, date)], np.int64)
     parts = [rows[part] for part in split_rows(split, when[rows.numpy()])]
     numbered, words = _number(table, categorical, parts[0])
     scaled, statistics = _scale(table, continuous, parts[0], fill_missing)
-    data = _Rows(
-        {"categorical": numbered, "continuous": scaled, "target": torch.from_numpy(targets)}
-    )
+    columns = {"categorical": numbered, "continuous": scaled, "target": torch.from_numpy(targets)}
     logs = np.log(targets[parts[0].numpy()], dtype=np.float64)
     objective = LogRegression(float(logs.mean()), float(logs.std()) or 1.0)
-    train, val, test = (_Rows(data.fetch_batch(part.tolist())) for part in parts)
+    train, val, test = (_Rows(_Rows(columns).fetch_batch(part.tolist())) for part in parts)
     preprocessing = {
         "categorical": words,
         "continuous": statistics,
@@ -288,22 +253,37 @@ def _rows_with_target(
 def _number(
     table: Table, categorical: Mapping[str, int], training: Tensor
 ) -> tuple[Tensor, dict[str, list[str]]]:
-    """Return the categories of all rows, [rows, columns] int64, and their words by column."""
+    """Return the categories of all rows, [rows, columns] int64, and their words by column.
+
+    The words of the training rows, including the empty one, are numbered from 1 on in their order.
+    Any other word is 0, `UNKNOWN`.
+    """
     numbered = torch.empty(table.rows, len(categorical), dtype=torch.int64)
-    words = {}
-    for place, (name, stated) in enumerate(categorical.items()):
-        numbered[:, place], words[name] = categories(table.columns[name], training)
-        facts = {f"categorical.{name}": (stated, len(words[name]))}
+    known = {}
+    for column, (name, stated) in enumerate(categorical.items()):
+        words = table.columns[name]
+        known[name] = sorted({words[row] for row in training.tolist()})
+        facts = {f"categorical.{name}": (stated, len(known[name]))}
         require_facts(f"the training part of {table.path}", **facts)
-    return numbered, words
+        places = {word: place for place, word in enumerate(known[name], start=1)}
+        numbered[:, column] = torch.tensor([places.get(word, UNKNOWN) for word in words])
+    return numbered, known
 
 
 def _scale(
     table: Table, continuous: Sequence[str], training: Tensor, fill_missing: bool
 ) -> tuple[Tensor, dict[str, dict[str, float]]]:
-    """Return the continuous values, [rows, columns] float32, and what scaled each column."""
+    """Return (value - mean) / std, [rows, columns] float32, and each column's median, mean and std.
+
+    These come from the training rows. nan becomes the median, and a constant column has std 1.
+    """
     scaled, statistics = torch.empty(table.rows, len(continuous)), {}
-    for place, name in enumerate(continuous):
+    for column, name in enumerate(continuous):
         values = numbers(table, name, missing=fill_missing)
-        scaled[:, place], statistics[name] = standardize(values, training)
+        median = float(np.nanmedian(values[training.numpy()]))
+        filled = np.where(np.isnan(values), median, values)
+        chosen = filled[training.numpy()]
+        mean, std = float(chosen.mean()), float(chosen.std()) or 1.0
+        scaled[:, column] = torch.from_numpy((filled - mean) / std)
+        statistics[name] = {"median": median, "mean": mean, "std": std}
     return scaled, statistics

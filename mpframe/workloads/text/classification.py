@@ -164,10 +164,7 @@ def text_folder(
 
 
 def _read(root: Path) -> tuple[list[str], list[str], Tensor]:
-    """Return the class names, all texts in the order of their paths, and their class numbers.
-
-    Hidden folders and files are left out.
-    """
+    """Return the class names, all texts in the order of their paths, and their class numbers."""
     folders = sorted(path for path in root.glob("[!.]*") if path.is_dir())
     files = {path.name: sorted(path.glob("[!.]*.txt")) for path in folders}
     files = {name: paths for name, paths in files.items() if paths}

@@ -10,7 +10,6 @@ side by side. The model is a decoder-only transformer (GPT-2: Radford et al. 201
 import math
 import sys
 import sysconfig
-from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -143,7 +142,7 @@ class Stretches(NamedTuple):
         return (self.length - 1) // self.context
 
     def batch(self, starts: Numbers) -> tuple[Tensor, Tensor]:
-        """Return the windows that begin at `starts`, and the same one token later."""
+        """Return the windows [N, context] int64 from `starts`, and the same one token later."""
         window = self.tokens[starts[:, None] + np.arange(self.context + 1)]
         if window.max() >= self.vocab_size:
             row, place = np.argwhere(window >= self.vocab_size)[0]
@@ -155,8 +154,10 @@ class Stretches(NamedTuple):
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
 
-class _Windows(BatchDataset):
-    """Windows of stretches, fetched as whole batches."""
+class RandomWindows(BatchDataset):
+    """Windows that begin anywhere in the stretches, at new places in each epoch."""
+
+    seed, epoch = 0, 0
 
     def __init__(self, stretches: Stretches) -> None:
         self.stretches = stretches
@@ -164,50 +165,34 @@ class _Windows(BatchDataset):
     def __len__(self) -> int:
         return len(self.stretches.begins) * self.stretches.side_by_side
 
-    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets), both int64 [N, context]."""
-        return self.stretches.batch(self.starts(np.asarray(indices)))
-
-    @abstractmethod
-    def starts(self, indices: Numbers) -> Numbers:
-        """Return where in the text the samples begin."""
-
-
-class RandomWindows(_Windows):
-    """Windows that begin anywhere in the stretches, at new places in each epoch."""
-
-    seed, epoch = 0, 0
-
     def set_epoch(self, seed: int, epoch: int) -> None:
         """Begin sample i at a place drawn by (seed, epoch, i)."""
         self.seed, self.epoch = seed, epoch
 
-    def starts(self, indices: Numbers) -> Numbers:
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         cut = self.stretches
         places = cut.length - cut.context
         drawn = draw_uniforms(1, self.seed, self.epoch, indices)[:, 0]
         stretch, offset = np.divmod((drawn * (len(cut.begins) * places)).astype(np.int64), places)
-        begins: Numbers = cut.begins[stretch] + offset
-        return begins
+        return cut.batch(cut.begins[stretch] + offset)
 
 
-class SideBySide(_Windows):
+class SideBySide(BatchDataset):
     """At most `most` windows that do not overlap, evenly spaced."""
 
     def __init__(self, stretches: Stretches, most: int | None) -> None:
-        super().__init__(stretches)
-        every = super().__len__()
+        self.stretches = stretches
+        every = len(stretches.begins) * stretches.side_by_side
         count = every if most is None else min(most, every)
         self._chosen = np.arange(count) * every // count
 
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def starts(self, indices: Numbers) -> Numbers:
+    def fetch_batch(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         cut = self.stretches
         stretch, place = np.divmod(self._chosen[indices], cut.side_by_side)
-        begins: Numbers = cut.begins[stretch] + place * cut.context
-        return begins
+        return cut.batch(cut.begins[stretch] + place * cut.context)
 
 
 _STD = 0.02

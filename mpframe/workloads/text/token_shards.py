@@ -68,11 +68,7 @@ def _stretch(path: Path, token_bytes: int, context: int, vocab_size: int) -> Str
 
 
 class TokenShards(IterableDataset[Any]):
-    """Windows of files, one after the other.
-
-    Args:
-        files: each as one stretch of tokens, which holds at least one window.
-    """
+    """Windows of files, one after the other, each file as one stretch with at least one window."""
 
     def __init__(self, files: Sequence[Stretches]) -> None:
         self._files, self._order = files, list(range(len(files)))

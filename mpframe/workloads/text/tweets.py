@@ -133,8 +133,7 @@ def jaccard(found: str, true: str) -> float:
     return len(a & b) / len(a | b) if a | b else 1.0
 
 
-Sample = dict[str, Any]
-Batch = tuple[dict[str, Tensor], dict[str, Any]]
+Sample = dict[str, Any]  # also what a batch has for the model, and for the metric
 
 
 def tweet_spans(
@@ -168,7 +167,7 @@ def tweet_spans(
     return Task(train, val, model_loss, WordJaccard, collate, test=test, preprocessing=how)
 
 
-def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> Batch:
+def pad_spans(samples: Sequence[Sample], multiple: int = 1) -> tuple[Sample, Sample]:
     """Make a batch: the model's arguments and the metric's targets."""
     arguments = pad_batch([sample["arguments"] for sample in samples], multiple)
     offsets = torch.full((*arguments["input_ids"].shape, 2), -1)
