@@ -18,7 +18,6 @@ from mpframe.data.samples import hold_out
 from mpframe.data.task import Task, require_facts, require_labels
 from mpframe.files.plain_file import open_regular
 
-_ONE_IN = 10  # of the training images validates
 _NAMES = (
     *("airplane", "automobile", "bird", "cat", "deer"),
     *("dog", "frog", "horse", "ship", "truck"),
@@ -46,7 +45,7 @@ def cifar10(
     require_facts("CIFAR-10", channels=(channels, 3), image_size=size, classes=count)
     files = _find(root)
     images, targets = _read(files[:5])
-    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=10)]
     return array_task([*parts, _read(files[5:])], augment, _NAMES)
 
 

@@ -40,7 +40,7 @@ class Fetcher(Dataset[Any]):
         split: str,
         collate: Collate | None,
     ) -> None:
-        # Such a one gives many rows at once as if collated, and draws no random numbers.
+        # A TensorDataset draws no random numbers. Its rows are taken at once, as if collated.
         self._by_rows = type(dataset) is TensorDataset and collate is None
         self._dataset = dataset
         self._seed, self._current, self._split, self._collate = seed, current, split, collate
@@ -75,19 +75,14 @@ class Fetcher(Dataset[Any]):
                     batch = self._view.fetch_batch(indices)
         else:
             with keep_generators():
-                samples = self._read(indices, epoch)
+                states = hash_key(self._seed, epoch, indices).tolist()
+                for index, state in zip(indices, states, strict=True):
+                    self._current.note(index)
+                    seed_generators(state)
+                    with blame_data(f"sample {index} cannot be read"):
+                        samples.append(self._view[index])
                 batch = stack(samples, indices, self._collate)
         return require_finite(batch, indices, self._split, place, samples)
-
-    def _read(self, indices: Sequence[int], epoch: int) -> list[Any]:
-        states = hash_key(self._seed, epoch, indices).tolist()
-        samples = []
-        for index, state in zip(indices, states, strict=True):
-            self._current.note(index)
-            seed_generators(state)
-            with blame_data(f"sample {index} cannot be read"):
-                samples.append(self._view[index])
-        return samples
 
 
 def stack(samples: list[Any], indices: Sequence[int], collate: Collate | None) -> Any:

@@ -182,13 +182,13 @@ def image_folder(
     in_memory = files * channels * image_size**2 <= cache_bytes
     shape = channels, image_size
     normalize = Normalize.given(mean, std, channels) or Normalize.measured(
-        _decode_all(train.paths[spread(len(train.paths))], shape)
+        _decode_all(train.paths[spread(len(train.paths))], *shape)
     )
     images: dict[str, Images] = {}
     for name, part in listed.items():
         how = augment if name == "train" else "none"
         if in_memory:
-            pixels = _decode_all(part.paths, shape)
+            pixels = _decode_all(part.paths, *shape)
             images[name] = ArrayImages(pixels, part.targets, normalize, how)
         else:
             images[name] = FileImages(part, shape, normalize, how)
@@ -206,11 +206,10 @@ class FileImages(Images):
         self._paths, self._shape = listing.paths, shape
 
     def pixels(self, indices: Tensor) -> Tensor:
-        return _decode_all([self._paths[index] for index in indices.tolist()], self._shape)
+        return _decode_all([self._paths[index] for index in indices.tolist()], *self._shape)
 
 
-def _decode_all(paths: tuple[str, ...] | list[str], shape: tuple[int, int]) -> Tensor:
-    channels, side = shape
+def _decode_all(paths: Sequence[str], channels: int, side: int) -> Tensor:
     images = torch.empty(len(paths), channels, side, side, dtype=torch.uint8)
     for image, path in zip(images, paths, strict=True):
         image.copy_(decode(path, channels, side))

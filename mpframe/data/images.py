@@ -32,21 +32,8 @@ from mpframe.data.task import Task, classification, require_choice, require_fact
 AUGMENTATIONS = ("none", "crop", "crop_flip")
 
 
-def augment(images: Tensor, name: str, uniforms: Tensor) -> Tensor:
-    """Augment images [N, C, H, W] of any dtype by name, with `uniforms` [N, 3] in [0, 1)."""
-    if name == "none":
-        return images
-    # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
-    padding = max(1, images.shape[-1] // 8)
-    images = shift_crop(images, padding, uniforms[:, :2])
-    return mirror(images, uniforms[:, 2]) if name == "crop_flip" else images
-
-
 def shift_crop(images: Tensor, padding: int, uniforms: Tensor) -> Tensor:
-    """Pad with `padding` zeros on each side, and cut a window of the old size at a random place.
-
-    `uniforms` [N, 2] in [0, 1) choose the vertical and the horizontal place.
-    """
+    """Pad [N, C, H, W] with zeros, and cut windows of the old size at `uniforms` [N, 2] < 1."""
     count, _, height, width = images.shape
     top, left = (uniforms * (2 * padding + 1)).long().unbind(dim=1)
     padded = F.pad(images, [padding] * 4)
@@ -158,7 +145,10 @@ class Images(BatchDataset):
         images = self.pixels(chosen)
         if self.augment != "none":
             uniforms = torch.from_numpy(draw_uniforms(3, *self._key, chosen.numpy()))
-            images = augment(images, self.augment, uniforms)
+            # An eighth of the side, rounded down: 1 pixel for 8 x 8, 3 for 28 x 28, 4 for 32 x 32.
+            images = shift_crop(images, max(1, images.shape[-1] // 8), uniforms[:, :2])
+            if self.augment == "crop_flip":
+                images = mirror(images, uniforms[:, 2])
         return self.normalize(images), self.targets.index_select(0, chosen)
 
     def __len__(self) -> int:
@@ -265,7 +255,6 @@ _NAMES = (
 )
 _CLASSES = len(_NAMES)
 _SIDE = 28
-_ONE_IN = 12  # of the training images validates
 
 
 def fashion_mnist(
@@ -284,7 +273,7 @@ def fashion_mnist(
     size, count = (image_size, _SIDE), (classes, _CLASSES)
     require_facts("Fashion-MNIST", channels=(channels, 1), image_size=size, classes=count)
     images, targets = _read(root, "train")
-    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=_ONE_IN)]
+    parts = [(images[part], targets[part]) for part in hold_out(targets, one_in=12)]
     return array_task([*parts, _read(root, "t10k")], augment, _NAMES)
 
 

@@ -122,8 +122,8 @@ class Loader:
 
     def _read(self, epoch: int, start: int) -> Iterator[Any]:
         numbers = range(start, len(self))
-        wanted = _requests_of(epoch, self._order_of(epoch), self.batch_size, numbers, self._comm)
-        requests = self._requests.left = wanted
+        order, size = self._order_of(epoch), self.batch_size
+        self._requests.left = requests = _requests_of(epoch, order, size, numbers, self._comm)
         locate = partial(self._locate_in_epoch, epoch)
         asked = perf_counter()
         answers = self._pool.start(self._batches)

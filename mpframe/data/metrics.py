@@ -31,8 +31,10 @@ def require_same_shape(metric: str, outputs: Tensor, targets: Tensor) -> None:
         )
 
 
-def choose_classes(metric: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the classes [N, ...] with the largest of logits [N, classes, ...].
+def choose_classes(
+    metric: str, outputs: Tensor, targets: Tensor, ignore_index: int
+) -> tuple[Tensor, Tensor]:
+    """Return the classes [N, ...] with the largest logits, and which targets count.
 
     DataError: there is only one class, or the targets have another shape.
     """
@@ -43,7 +45,7 @@ def choose_classes(metric: str, outputs: Tensor, targets: Tensor) -> Tensor:
         )
     chosen = outputs.argmax(dim=1)
     require_same_shape(metric, chosen, targets)
-    return chosen
+    return chosen, find_labels(metric, targets, ignore_index)
 
 
 def find_labels(metric: str, targets: Tensor, ignore_index: int) -> Tensor:
@@ -104,8 +106,7 @@ class Accuracy(LabelMean):
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the hits of logits [N, classes, ...] for class numbers [N, ...]."""
-        chosen = choose_classes("accuracy", outputs, targets)
-        labels = find_labels("accuracy", targets, self._ignored)
+        chosen, labels = choose_classes(self.name, outputs, targets, self._ignored)
         return ((chosen == targets) & labels).sum(), labels.sum()
 
 
@@ -196,8 +197,7 @@ class Overlap(LabelMean):
 
     def measure_batch(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Count the pixels of logits [N, classes, ...] for class numbers [N, ...] by both."""
-        chosen = choose_classes(self.name, outputs, targets)
-        labels = find_labels(self.name, targets, self._ignored)
+        chosen, labels = choose_classes(self.name, outputs, targets, self._ignored)
         classes = outputs.shape[1]
         pairs = (targets.to(torch.int64) * classes + chosen).where(labels, 0).flatten()
         counts = pairs.new_zeros(classes * classes, dtype=torch.int64)

@@ -16,18 +16,13 @@ from mpframe.core.ranges import NOT_NEGATIVE, require, require_whole
 from mpframe.core.tree import map_tensors, tensors_in
 
 UInt64Array: TypeAlias = NDArray[np.uint64]
-Word: TypeAlias = int | Sequence[int] | NDArray[np.integer]
+Word: TypeAlias = int | Sequence[int] | NDArray[np.integer]  # arrays of one length
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def hash_key(*words: Word) -> UInt64Array:
-    """Fold words into 64-bit states, one for each element of the longest word.
-
-    Words are integers (modulo 2^64) or 1-d integer sequences of one length.
-    """
+    """Fold words, integers modulo 2^64, into 64-bit states, one for each element of the longest."""
     state = np.zeros(1, dtype=np.uint64)
     for word in words:
         state = _mix64(state + _as_uint64(word) + _GAMMA)
@@ -42,8 +37,8 @@ def draw_uniforms(draws: int, *words: Word) -> NDArray[np.float64]:
 
 
 def _mix64(z: UInt64Array) -> UInt64Array:
-    z = (z ^ (z >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 

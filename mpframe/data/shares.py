@@ -169,13 +169,10 @@ class Shares(IterableDataset[Any]):
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
-        """Name what cannot be read, seed its random numbers, and hide the worker if need be.
-
-        A stream that finds its worker would split itself once more.
-        """
+        """Name what cannot be read, seed its random numbers, and hide the worker if need be."""
         seed_generators(int(hash_key(self.seed, self._pass, self._read, self._number)[0]))
         info: Any = torch_worker._worker_info
-        if not self._finds_its_worker:
+        if not self._finds_its_worker:  # or the stream might split itself again
             torch_worker._worker_info = None
         try:
             with blame_data(f"{what} cannot be read"):

@@ -27,8 +27,7 @@ from mpframe.core.errors import DataError, first_line
 _NONE = -1
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 1.0  # How often a wait for a batch checks whether the workers are alive.
-Locate = Callable[[int | None], str]
-"""Says where in the data a sample is, by its index, or where a worker is that reads none."""
+Locate = Callable[[int | None], str]  # where in the data a sample is, or a worker that reads none
 
 
 class CurrentSamples:
@@ -52,11 +51,7 @@ class CurrentSamples:
 
 
 class WorkerPool:
-    """The workers of one loader.
-
-    They write into `current` which sample they read. A batch is waited for `timeout` seconds, or
-    for ever if it is None.
-    """
+    """The workers of one loader, whose batches are waited for `timeout` seconds, None: for ever."""
 
     def __init__(self, current: CurrentSamples, timeout: float | None) -> None:
         self._current, self._timeout = current, timeout
@@ -153,16 +148,13 @@ def _block_signals() -> Iterator[None]:
 
 
 def _kill(processes: list[Any], done: Any) -> None:
-    """Kill the workers that still run, and wait until they have ended.
-
-    A worker that is killed while it looks at the event `done` keeps its lock for ever. The event
-    gets another lock, as torch sets it afterwards.
-    """
+    """Kill the workers that still run, and wait until they have ended."""
     with _keep_child_handler(signal.SIG_DFL):
         for process in processes:
             process.kill()
             process.join()
     if done is not None:
+        # A worker killed while it looks at the event keeps its lock, and torch sets it later.
         done._cond = threading.Condition()
 
 
