@@ -15,8 +15,8 @@ from mpframe.config.stored import config_of
 from mpframe.core.errors import ConfigError
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task
+from mpframe.run.folder import refuse_other_preprocessing
 from mpframe.run.parts import build_loaders, build_task, seed_everything
-from mpframe.run.preprocessing import refuse_other_preprocessing
 from mpframe.run.trainer import build_trainer
 from mpframe.tracking.summary import Summary
 from mpframe.training.callbacks.ema import Ema, ema_of

@@ -7,7 +7,7 @@ Begin with `Run` in run.py, which does everything in order, then `build_trainer`
     optimizer  optimizers and schedules                  outcome      the final test, the summary
     trainer    puts the parts together                   description  log, TensorBoard, usage
     footprint  bytes that many ranks would hold, send    process      memory, console, Slurm
-    fit        a trainer made in Python, trained         preprocessing  other data, read alike
+    fit        a trainer made in Python, trained
 
 Only this package instantiates a `_target_`, and only cli starts runs.
 """

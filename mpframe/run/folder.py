@@ -7,6 +7,9 @@ folder is known to be fit and a resume has succeeded:
     .hydra/config.yaml, hydra.yaml, overrides.yaml    as Hydra writes them, without secrets
     config_resolved.yaml                              every option's value
     train.log                                         whole, its first lines kept in memory
+    vocab.txt                                         the pieces of the dataset's tokenizer
+
+A run that goes on, or is evaluated, must preprocess data by the same numbers and vocabulary.
 """
 
 import errno
@@ -14,17 +17,19 @@ import logging
 import logging.handlers
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
 from mpframe.checkpoint.folder import FOLDER, all_in
 from mpframe.config.redaction import Redacting, as_yaml
-from mpframe.core.errors import ConfigError, MpframeError
+from mpframe.core.errors import ConfigError, DataError, MpframeError
+from mpframe.data.task import Task
 from mpframe.files.durable import write_atomically
-from mpframe.files.plain_file import open_regular
+from mpframe.files.plain_file import open_regular, read_regular
 from mpframe.tracking.summary import Summary
 
 HYDRA = ".hydra"
@@ -32,6 +37,8 @@ _FOLDERS = (FOLDER, HYDRA, "numerics", "validation", "profile", "autopsy")
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # EIO may come from a terminal or the data.
 _RECORDS = 10_000  # most lines of the log before the folder is taken
+_VOCABULARY = "vocab.txt"
+_MOST_BYTES = 2**26  # of a vocabulary
 
 
 @contextmanager
@@ -153,3 +160,40 @@ class _LogFile(logging.StreamHandler):  # type: ignore[type-arg]
         super().close()
         with suppress(OSError):
             self.stream.close()
+
+
+def keep_vocabulary(task: Task, folder: Path, resumed: bool) -> None:
+    """Write `vocab.txt` into a run's folder, if the task has a tokenizer."""
+    vocab, path = (task.preprocessing or {}).get("vocab"), folder / _VOCABULARY
+    if vocab is None:
+        return
+    if resumed and path.exists():
+        before = read_regular(path, _MOST_BYTES).decode("utf-8").rstrip("\n")
+        refuse_other_preprocessing(task, {"vocab": before}, folder)
+    write_atomically(path, f"{vocab}\n")
+
+
+def refuse_other_preprocessing(task: Task, preprocessing: Any, folder: Path) -> None:
+    """Refuse data that are preprocessed with other numbers than the run's data.
+
+    A size may differ, and so may an entry that the run or the task does not have.
+    """
+    ours = task.preprocessing or {}
+    runs = preprocessing if isinstance(preprocessing, Mapping) else {}
+    if ours.get("vocab") != runs.get("vocab"):
+        raise DataError(
+            "dataset: the vocabulary of its tokenizer is not the run's, because the texts or the "
+            f"options that it was made of have changed; give dataset.vocab={folder / _VOCABULARY}"
+        )
+    differ = {key for key in ours.keys() & runs.keys() if ours[key] != runs[key]}
+    if differ & {"mean", "std"}:
+        raise DataError(
+            "dataset: its images are normalised by other numbers than the run's, because the "
+            "training images have changed; give "
+            f"'dataset.mean={runs['mean']}' 'dataset.std={runs['std']}'"
+        )
+    for key in sorted(differ & {"categorical", "continuous", "target"}):
+        raise DataError(
+            f"dataset: {key}, as measured on the training rows, is not the run's, because the "
+            "rows have changed; the table's training rows must be the ones of the run"
+        )

@@ -45,7 +45,7 @@ from mpframe.files.stored_yaml import parse_stored
 from mpframe.parallel.launch import init_comm, refuse_misfit
 from mpframe.parallel.place import place, separate
 from mpframe.run.description import announce, describe, usage_of
-from mpframe.run.folder import RunFolder, refuse_unfit, unwritable_in_one_line
+from mpframe.run.folder import RunFolder, keep_vocabulary, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of
 from mpframe.run.parts import (
     Loaders,
@@ -58,7 +58,6 @@ from mpframe.run.parts import (
     resolve_device,
     seed_everything,
 )
-from mpframe.run.preprocessing import keep_vocabulary
 from mpframe.run.process import RESULT, console, requeue
 from mpframe.run.resume import resume_from, take_first_weights
 from mpframe.run.trainer import build_trainer
