@@ -63,35 +63,19 @@ class Way(NamedTuple):
         return self.replicas * self.shards * self.tensor
 
 
-Traffic = Mapping[tuple[str, int], int]
-"""Bytes that a rank hands over in a step, by the kind of the collective and its ranks."""
-
-
 def payload(
-    weights: Sequence[Weight],
-    way: Way,
-    *,
-    buffers: int = 0,
-    scaled: bool = True,
-    early: bool = True,
-    activations: int = 0,
-) -> Traffic:
-    """Return what a rank hands to each kind of collective in a step of one micro-batch.
+    weights: Sequence[Weight], way: Way, *, buffers: int = 0, activations: int = 0
+) -> Counter[tuple[str, int]]:
+    """Return the bytes that each of >= 2 ranks hands over in a step of one micro-batch.
 
-    Args:
-        weights: of the model, all of one optimizer.
-        way: of >= 2 ranks.
-        buffers: bytes of the model's buffers.
-        scaled: whether the loss is, so that the largest gradient of each rank is told.
-        early: whether ddp averages gradients in the backward pass.
-        activations: bytes of which the ranks along `tensor` sum their parts.
+    They are counted by the kind of the collective and its ranks. The weights have one optimizer.
+    `buffers` are the bytes of the model's, and `activations` those of which the ranks along
+    `tensor` sum their parts.
     """
-    early = early and way.name == "ddp"
-    counts = 8 if early else 3 * 8  # in float64
+    counts = 8 if way.name == "ddp" else 3 * 8  # in float64
     found = Counter(
-        {("all_reduce", way.ranks): counts + _AGREED - (4 if early and not scaled else 0)}
+        {("all_reduce", way.ranks): counts + _AGREED, ("broadcast", way.ranks): buffers}
     )
-    found["broadcast", way.ranks] += buffers
     if way.name == "ddp":  # Which weights were used goes as int64.
         found["all_reduce", way.ranks] += sum(4 * w.part() + 8 for w in weights if w.trained)
         return +found
@@ -106,8 +90,8 @@ def payload(
     return +found
 
 
-def sent(handed: Traffic) -> float:
-    """Return the bytes that a rank sends for them, by the ring algorithms."""
+def sent(handed: Mapping[tuple[str, int], int]) -> float:
+    """Return the bytes that a rank sends for a `payload`, by the ring algorithms."""
     total = 0.0
     for (kind, ranks), size in handed.items():
         share = (ranks - 1) / ranks
@@ -213,15 +197,10 @@ def measure(
 ) -> tuple[int, int, int]:
     """Run a forward pass, and return the bytes that autograd saves beside the model.
 
+    The second result is the largest share of one of the `blocks`. The third is of the layers that
+    `tensor` ranks divide, by the style `planned` for each. Outputs of colwise layers and inputs of
+    rowwise ones are divided. The bytes of the other sides, which these ranks sum, are the result.
     Casts of sharded weights, made by a precision that `use_shards`, do not count.
-
-    Args:
-        model: in training mode, perhaps of fake tensors.
-        forward: runs it.
-        blocks: of the model, of which the largest share is the second result.
-        planned: the style of each layer that `tensor` ranks divide. Outputs of colwise layers and
-            inputs of rowwise ones are divided. The bytes of the other sides, which these ranks
-            sum, are the third result.
     """
     saved, alive, styles = dict[int, int](), list[Tensor](), planned or {}
     known = {_address(own) for own in (*model.parameters(), *model.buffers())}

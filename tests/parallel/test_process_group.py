@@ -129,10 +129,9 @@ def test_ranges_are_those_of_all_ranks(request: Any, number: str, mode: str, opt
 def test_the_plan_tells_the_traffic_of_a_step_in_a_ring() -> None:
     """Beside the weights: amaxes and a loss, counts, the norm's square, and what was used."""
     weights = [Weight((4, 2), 2, block=1), Weight((3,))]
-    for early, counts in ((True, 8), (False, 3 * 8)):
-        handed = payload(weights, Way("ddp", 2), buffers=5, early=early)
-        assert handed["all_reduce", 2] == 4 * (8 + 3) + 2 * 8 + 3 * 4 + counts
-        assert handed["broadcast", 2] == 5
+    handed = payload(weights, Way("ddp", 2), buffers=5)
+    assert handed["all_reduce", 2] == 4 * (8 + 3) + 2 * 8 + 3 * 4 + 8
+    assert handed["broadcast", 2] == 5
     handed = payload(weights, Way("hsdp", 2, 2))  # Three rows become two of each rank.
     assert (handed["all_gather", 2], handed["reduce_scatter", 2]) == (2 * (16 + 16), 4 * (8 + 4))
     assert (handed["all_reduce", 2], handed["all_reduce", 4]) == (24, 3 * 8 + 12 + 8 * (1 + 6))
