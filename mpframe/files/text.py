@@ -66,7 +66,6 @@ class Console(logging.StreamHandler[TextIO]):
     """A log handler that stops showing lines, without a word, if their reader stops early."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's own name
-        """Drop the console's lines from now on if its reader has gone."""
         if isinstance(sys.exception(), BrokenPipeError):
             drop_output(self.stream)
         else:

@@ -1,6 +1,6 @@
 """Products below 16 bits as an `OpHandler`, the recipes that a policy names, and the dtype map."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,16 +73,10 @@ def watch_products(precision: Precision, watch: Watch | None) -> None:
 
 
 def find_recipes(policy: Policy) -> tuple[Policy, OpHandler]:
-    """Return a policy with all recipes that it names, and the handler that runs them.
+    """Return a policy with the user's recipes and the shipped ones that it names, and its handler.
 
     ConfigError: a name is neither a recipe nor a pin, or there is no op to quantise.
     """
-    policy = replace(policy, recipes=_read_recipes(policy))
-    return policy, ProductHandler(policy)
-
-
-def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
-    """Return the user's recipes of a policy, and the shipped ones that it names."""
     recipes = dict(policy.recipes)
     for name in (*PINS, NO_PRODUCTS):
         if name in recipes:
@@ -96,7 +90,8 @@ def _read_recipes(policy: Policy) -> Mapping[str, Recipe]:
             f"dtype.products={policy.products}: has no op to act on, as ops.allow is empty; "
             "choose other ops, or dtype.products=none"
         )
-    return recipes
+    policy = replace(policy, recipes=recipes)
+    return policy, ProductHandler(policy)
 
 
 def _say_native(recipe: Recipe, op: str, module: nn.Module, policy: Policy) -> str:

@@ -26,7 +26,6 @@ Taken = TypeVar("Taken", Tensor, Parts)
 Watch = Callable[[str, str, str, Tensor], None]
 """Takes a weight's name or an empty one, the product, the operand, and a row of `count_noise`."""
 
-_SEED_OFFSET = 0x9E3779B9
 _numbers = count()
 _quantizers: weakref.WeakValueDictionary[str, "Quantizer"] = weakref.WeakValueDictionary()
 
@@ -80,7 +79,7 @@ class ProductState:
         device = like.device.type
         if device not in self._generators:
             # Not the seed itself, which has drawn the weights.
-            seed = (torch.initial_seed() + _SEED_OFFSET) % 2**63
+            seed = (torch.initial_seed() + 0x9E3779B9) % 2**63
             self._generators[device] = torch.Generator(like.device).manual_seed(seed)
         return torch.rand(like.shape, generator=self._generators[device], device=like.device)
 

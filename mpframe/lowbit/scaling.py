@@ -169,19 +169,14 @@ def _amax(blocks: Tensor, shared: tuple[int, ...]) -> Tensor:
     if len(shared) == blocks.dim():
         return torch.maximum(blocks.amax(shared, keepdim=True), -blocks.amin(shared, keepdim=True))
     if shared == (blocks.dim() - 1,) and blocks.shape[-1] <= _SHORT:
-        return _amax_of_short_rows(blocks)
+        rows = blocks.abs()  # Reductions along short rows are not vectorised and thrice as slow.
+        while rows.shape[-1] % 2 == 0:
+            rows = torch.maximum(*rows.chunk(2, -1))
+        return rows.amax(-1, keepdim=True)
     high = low = blocks
     for axis in sorted(shared):  # From the outermost: all at once take ten times as long.
         high, low = high.amax(axis, keepdim=True), low.amin(axis, keepdim=True)
     return torch.maximum(high, -low)
-
-
-def _amax_of_short_rows(blocks: Tensor) -> Tensor:
-    """Reduce by halves, as reductions along short rows are not vectorised and thrice as slow."""
-    rows = blocks.abs()
-    while rows.shape[-1] % 2 == 0:
-        rows = torch.maximum(*rows.chunk(2, -1))
-    return rows.amax(-1, keepdim=True)
 
 
 def _power_of_two(amax: Tensor, how: Quantization) -> Tensor:
@@ -215,11 +210,10 @@ def _two_scales(amax: Tensor, format: ElementFormat) -> tuple[Tensor, Tensor, Te
 def count_noise(values: Tensor, quantized: Tensor, axes: Axes, how: Quantization) -> Tensor:
     """Count what a quantisation loses. It takes the arguments and the result of `quantize`.
 
-    Returns:
-        [7], the `widest` on the device of `values`: the number of values, the sums of v^2 and of
-        (q - v)^2 over values v and their quantised q, how many values are saturated (beyond the
-        format's largest number at their scale) and lost (quantised to zero, but not zero), and log2
-        of the largest and of the smallest scale.
+    Returns [7], the `widest` on the device of `values`: the number of values, the sums of v^2 and
+    of (q - v)^2 over values v and their quantised q, how many values are saturated (beyond the
+    format's largest number at their scale) and lost (quantised to zero, but not zero), and log2 of
+    the largest and of the smallest scale.
     """
     values, kind = apply_hadamard(values, axes, how), widest(values.device)
     lost = (quantized == 0) & (values != 0)
