@@ -42,8 +42,6 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-_ONE_COLUMN = {"dtype.mode": "dtype", "dtype.half": "dtype"}
-
 Value = str | float | int | bool | None
 
 
@@ -93,7 +91,7 @@ def hparams(
     }
     first: dict[str, None] = {}
     for key, word in typed.items():
-        name = _ONE_COLUMN.get(key, key.removesuffix("._target_"))
+        name = "dtype" if key in ("dtype.mode", "dtype.half") else key.removesuffix("._target_")
         first[name] = None
         if name not in columns:
             value = config.flat.get(key, word)
@@ -202,9 +200,9 @@ def usage_of(task: Task, trainer: Trainer, hydra: DictConfig | None = None) -> d
     """Return how to use the weights, as JSON values (null if unknown)."""
     names = task.class_names
     parts: dict[str, Any] = {"train": task.train, "val": task.val, "test": task.test}
-    words = None if hydra is None else ["mpframe train", *words_again(hydra)]
+    words = ["mpframe train", *words_again(hydra)] if hydra else []
     return {
-        "command": None if words is None else format_command(words, os.environ),
+        "command": format_command(words, os.environ) if words else None,
         "inputs": _inputs_of(task, trainer.model),
         "class_names": None if names is None else list(names),
         "preprocessing": None if task.preprocessing is None else dict(task.preprocessing),

@@ -112,8 +112,13 @@ def _for_numbers(
     node = fill_in(node, numbers)
     if "total_steps" in (parameters_of("scheduler", node["_target_"]) or {}):
         node.setdefault("total_steps", numbers["total_steps"])
-    schedule = _schedule(node, optimizer)
-    _refuse_overrun(schedule, numbers["total_steps"])
+    schedule, steps = _schedule(node, optimizer), numbers["total_steps"]
+    if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
+        raise ConfigError(
+            f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, and "
+            f"the run is planned for {steps} steps; leave it out, or set trainer.epochs or "
+            "trainer.max_steps to fit it"
+        )
     secrets = secrets_of(sys.argv)
     return schedule, {name: hide(str(value), secrets) for name, value in flatten(node).items()}
 
@@ -123,16 +128,6 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Any:
     option, page = f"scheduler._target_={node['_target_']}", "docs/optimizer.md"
     require_methods(option, schedule, ("step", "state_dict", "load_state_dict"), page)
     return schedule
-
-
-def _refuse_overrun(schedule: Any, steps: int) -> None:
-    """Refuse a schedule that would raise before the end of the run."""
-    if isinstance(schedule, OneCycleLR) and schedule.total_steps < steps:
-        raise ConfigError(
-            f"scheduler.total_steps={schedule.total_steps}: OneCycleLR cannot go on after it, and "
-            f"the run is planned for {steps} steps; leave it out, or set trainer.epochs or "
-            "trainer.max_steps to fit it"
-        )
 
 
 def _set_direction(node: dict[str, Any], metrics: Mapping[str, Any], monitor: str | None) -> None:

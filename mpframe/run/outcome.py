@@ -84,14 +84,19 @@ def _validation(evaluation: Evaluation | None) -> dict[str, Any]:
 
 
 def final_test(trainer: Trainer, loader: Loader, best: Path | None) -> str:
-    """Test the weights of a checkpoint, which the trainer keeps, or the present ones.
+    """Test the weights and averages of a checkpoint, which the trainer keeps, or the present ones.
 
     Returns `best` or `last`.
     """
     weights = "the last weights"
     if best is not None:
         weights = f"the weights of {best.name}"
-        _take_weights_from(trainer, best)
+        state, ema = checkpoint.load(best, trainer.comm), ema_of(trainer)
+        trainer.extra_state.load_state_dict(extra_state_of(state, best))
+        trainer.load_weights(weights_of(state, "trained", best))
+        # A run that had no averages yet was validated with its weights, which are loaded now.
+        if ema is not None and state["trainer"].get("ema") is not None:
+            ema.load_by_name(averages_of(state, best))
     evaluation = trainer.test(loader)
     metrics = "".join(f", {name} {value:.4f}" for name, value in evaluation.metrics.items())
     log.info("tested with %s: loss %.4g%s", weights, evaluation.loss, metrics)
@@ -111,14 +116,3 @@ def best_checkpoint(folder: Path, keep_best: int, best: Best) -> Path | None:
         best,
     )
     return None
-
-
-def _take_weights_from(trainer: Trainer, path: Path) -> None:
-    """Load a checkpoint's weights and, if any, averages."""
-    state = checkpoint.load(path, trainer.comm)
-    trainer.extra_state.load_state_dict(extra_state_of(state, path))
-    trainer.load_weights(weights_of(state, "trained", path))
-    ema = ema_of(trainer)
-    # A run that had no averages yet was validated with its weights, which are loaded now.
-    if ema is not None and state["trainer"].get("ema") is not None:
-        ema.load_by_name(averages_of(state, path))

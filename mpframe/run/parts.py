@@ -117,9 +117,8 @@ def build_objective(node: dict[str, Any]) -> Objective:
     A function whose first parameters are called `model` and `batch` is the objective, and its other
     parameters are options. Anything else is called with its options, and must return one.
 
-    Raises:
-        ConfigError: there is no such target, it does not take these options, or it is a loss.
-        UserCodeError: the result is not an objective.
+    ConfigError: there is no such target, it does not take these options, or it is a loss.
+    UserCodeError: the result is not an objective.
     """
     target = find_target("objective", node["_target_"])
     names = list(inspect.signature(target).parameters) if inspect.isfunction(target) else []

@@ -16,16 +16,14 @@ from mpframe.training.memory import keep_freed_memory
 
 log = logging.getLogger(__name__)
 
+RESULT = {"result": True}  # `extra` of the log line that says how a run ended, which `quiet` shows
+
 
 def prepare_process(config: Config) -> None:
     """On a CPU, keep freed memory, but not if ranks divide a model because memory is short."""
     device, short = config.run.device, config.trainer.parallel == "fsdp"
     if not short and device in ("auto", "cpu") and resolve_device(device).type == "cpu":
         keep_freed_memory()
-
-
-RESULT = {"result": True}
-"""`extra` of the log line that says how a run ended, which `quiet` also shows."""
 
 
 @contextmanager

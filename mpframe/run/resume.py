@@ -16,8 +16,8 @@ from mpframe.checkpoint import Snapshot
 from mpframe.checkpoint.folder import all_in, newest
 from mpframe.checkpoint.state import OTHER_RANKS, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
-from mpframe.config.schema import WATCHING, RunOptions, only_watches
-from mpframe.config.sweep import ELSEWHERE, changes
+from mpframe.config.schema import RunOptions, only_watches
+from mpframe.config.sweep import ELSEWHERE, Options, changes
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of, dtype_name
 from mpframe.files.stored_yaml import parse_stored
@@ -27,22 +27,19 @@ from mpframe.training.trainer import Callbacks, Trainer
 
 log = logging.getLogger(__name__)
 
-Options = Mapping[str, Any]
-
-# A resumed run takes no first weights. The checkpoint's facts name the device it was made on.
-_ELSEWHERE = ELSEWHERE | {"init_from", "init_from_names", "init_from_except"}
-# When ranks gather weights, and where they keep their parts.
-_ELSEWHERE |= {
+# A checkpoint's facts name its device. Ranks may gather weights and keep their parts otherwise.
+_ELSEWHERE = ELSEWHERE | {
     f"distributed.{n}" for n in ("reshard_after_forward", "cpu_offload", "blocks_together")
 }
 _LENGTH = {"trainer.epochs", "trainer.max_steps"}
+_HARMLESS = ("callbacks.early_stopping", "init_from")  # A resumed run takes no first weights.
 _STATES = ("optimizer", "scheduler")
 _PLATEAU = "ReduceLROnPlateau"  # Fed by validations, and sized by nothing.
 
 
 def refuse_other_parts(then: Options, now: Options) -> None:
     """Refuse another kind of optimizer or schedule, which would load the state as nonsense."""
-    for path, (old, new) in _changes(then, now).items():
+    for path, (old, new) in changes(then, now).items():
         if path.startswith(_STATES) and path.endswith("_target_"):
             raise CheckpointError(
                 f"made with {path}={old}, and this run has {new}; "
@@ -57,29 +54,18 @@ def compare(then: Options, now: Options) -> tuple[list[str], list[str]]:
     that is fed by validations. Other schedules follow the new options.
     """
     schedule = str(flatten(now).get("scheduler._target_", ""))
-    saved = _STATES if schedule.endswith(_PLATEAU) else _STATES[:1]
-    if schedule.endswith(_PLATEAU):
-        harmless = (WATCHING | _ELSEWHERE | _LENGTH) - {"trainer.eval_every", "trainer.monitor"}
-    else:
-        harmless = WATCHING | _ELSEWHERE | (set() if schedule else _LENGTH)
+    plateau = schedule.endswith(_PLATEAU)
+    saved = _STATES if plateau else _STATES[:1]
+    feeding = {"trainer.eval_every", "trainer.monitor"} if plateau else set()
+    harmless = _ELSEWHERE | _LENGTH if plateau or not schedule else _ELSEWHERE
     differing, unused = [], []
-    for path, (old, new) in _changes(then, now).items():
+    for path, (old, new) in changes(then, now).items():
+        without_effect = path in harmless or path.startswith(_HARMLESS) or only_watches(path)
         if path.startswith(saved):
             unused.append(f"{path}={new} (goes on with {old})")
-        elif path not in harmless and not _changes_nothing(path):
+        elif path in feeding or not without_effect:
             differing.append(f"{path}={new} (was {old})")
     return differing, unused
-
-
-def _changes_nothing(path: str) -> bool:
-    """Return whether an option belongs to a callback that only watches, or only ends a run."""
-    return path.startswith(("callbacks.early_stopping", "metrics.", "init_from_names.")) or (
-        path.startswith("callbacks.") and only_watches(path)
-    )
-
-
-def _changes(then: Options, now: Options) -> dict[str, tuple[str, str]]:
-    return changes(then, now) if then and now else {}
 
 
 def restore(callbacks: Callbacks, saved: Any) -> None:
@@ -114,16 +100,12 @@ def restore(callbacks: Callbacks, saved: Any) -> None:
 def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str:
     """Load a checkpoint into the trainer, its callbacks and the random generators.
 
-    Returns the run's identity, which is new if there is no checkpoint to load.
-
-    Args:
-        trainer: with the callbacks of the run.
-        option: `none`, `auto`, or a checkpoint's or run's folder.
-        folder: of this run.
-        config: this run's resolved options as YAML.
+    `option` is `none`, `auto`, or a checkpoint's or run's folder. `folder`, and `config` with the
+    resolved options as YAML, are this run's. Returns the run's identity, 16 letters that no other
+    run has, new ones if there is no checkpoint to load.
     """
     if option == "none":
-        return _new_identity()
+        return secrets.token_hex(8)
     if option != "auto":
         refuse_missing(option)
         return _resume(trainer, newest(Path(option)), config)
@@ -139,22 +121,19 @@ def resume_from(trainer: Trainer, option: str, folder: Path, config: str) -> str
             "repair or delete them, or start again in another hydra.run.dir"
         )
     log.info("resume=auto: no checkpoint in %s, starting from the beginning", folder)
-    return _new_identity()
+    return secrets.token_hex(8)
 
 
 def _resume(trainer: Trainer, path: Path, config: str) -> str:
     snapshot = checkpoint.read(path, trainer.comm)
-    texts = snapshot.config, config  # A user's own loop saves none.
-    then, now = (parse_stored(text, path / "config.yaml") if text else {} for text in texts)
+    texts = [snapshot.config, config]
+    if not all(texts):  # A user's own loop saves none.
+        texts = ["{}", "{}"]
+    then, now = (parse_stored(text, path / "config.yaml") for text in texts)
     _apply(snapshot, (then, now), path, trainer)
     _warn_of_differences(snapshot, then, now, trainer)
     log.info("resumed from %s at step %d", path, trainer.progress.global_step)
-    return str(snapshot.facts.get("run") or _new_identity())
-
-
-def _new_identity() -> str:
-    """Draw an identity that no other run has: 16 letters."""
-    return secrets.token_hex(8)
+    return str(snapshot.facts.get("run") or secrets.token_hex(8))
 
 
 def _warn_of_differences(snapshot: Snapshot, then: Options, now: Options, trainer: Trainer) -> None:
@@ -182,8 +161,8 @@ def _apply(
     snapshot: Snapshot, options: tuple[dict[str, Any], dict[str, Any]], path: Path, trainer: Trainer
 ) -> None:
     """Load a state, on all ranks all of it or none. A rank keeps a copy of its parts till then."""
-    before = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
-    before = Snapshot(0, before).to_cpu().state  # The averages are a copy already.
+    state = {"trainer": trainer.state_dict(), "rng": checkpoint.rng_state()}
+    before = Snapshot(0, state).to_cpu().state  # The averages are a copy already.
     said = None
     try:
         refuse_other_parts(*options)

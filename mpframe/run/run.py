@@ -98,7 +98,6 @@ class Run:
             scratch = TemporaryDirectory(prefix="mpframe-rank-")
             self.rank_folder = Path(self._scratch.enter_context(scratch))
         self.run_folder = RunFolder(self.rank_folder, composed, hydra, self.secrets)
-        self.config_text = self.run_folder.config
         self.comm: Comm = SINGLE_PROCESS
         self.hydra = hydra
         self.started = time.perf_counter()
@@ -110,10 +109,9 @@ class Run:
     def train(self) -> Summary:
         """Train, and write the summary however it ends.
 
-        Raises:
-            MpframeError: the run could not start or continue. The summary is written, unless the
-                folder holds the record of a run that was not continued.
-            RunInterrupted: a signal stopped it. Checkpoint and summary are written.
+        MpframeError: the run could not start or continue. The summary is written, unless the folder
+        holds the record of a run that was not continued. RunInterrupted: a signal stopped it.
+        Checkpoint and summary are written.
         """
         options = self.config.trainer
         device = partial(resolve_device, self.config.run.device)
@@ -128,7 +126,7 @@ class Run:
             run_lock(self.rank_folder),
             self.interruption,
         ):
-            _refuse_other_options(self.comm, self.config_text)
+            _refuse_other_options(self.comm, self.run_folder.config)
             refuse_misfit(options.parallel)
             self.folder = self.comm.broadcast_object(self.folder)
             _refuse_to_forget(self.config)
@@ -202,23 +200,16 @@ class Run:
         identity = self._start(trainer)
         keep_vocabulary(task, self.rank_folder, resumed=trainer.progress.global_step > 0)
         usage = redact(usage_of(task, trainer, self.hydra), self.secrets)
+        text = self.run_folder.config
         # The checkpoint holds the curves of its own step, and they are written again.
         first_step = max(1, trainer.progress.global_step)
         with (
             self.interruption.defer(),
             Loggers(Tracker(self.rank_folder, first_step)) as tracker,
         ):
-            describe(tracker, config, trainer, train, self.config_text, self.secrets, self.hydra)
-            context = RunContext(
-                folder=self.rank_folder,
-                config=self.config_text,
-                identity=identity,
-                tracker=tracker,
-                train=train,
-                throughput=callbacks.throughput,
-                results=callbacks.results,
-                usage=usage,
-            )
+            describe(tracker, config, trainer, train, text, self.secrets, self.hydra)
+            counted = callbacks.throughput, callbacks.results
+            context = RunContext(self.rank_folder, text, identity, tracker, train, *counted, usage)
             self._train_with(trainer, loaders, context)
             tracker.tensorboard.mark_finished()
 
@@ -235,7 +226,7 @@ class Run:
     def _start(self, trainer: Trainer) -> str:
         """Load the checkpoint, if any, take the folder, and return the run's identity."""
         resume = self.config.run.resume
-        identity = resume_from(trainer, resume, self.folder, self.config_text)
+        identity = resume_from(trainer, resume, self.folder, self.run_folder.config)
         refuse_other_start(trainer, resume)
         self.run_folder.take()
         for moved in set_aside_after(self.rank_folder, trainer.progress.global_step):
@@ -274,7 +265,13 @@ class Run:
         if not self.run_folder.taken:
             log.info("the record in %s stays as it was", self.folder)
             return summary
-        self._write(summary)
+        try:
+            with unwritable_in_one_line(self.rank_folder):
+                summary.write(self.rank_folder)
+        except MpframeError as error:
+            if status in (Status.FINISHED, Status.PRUNED):
+                raise
+            log.warning("warning: %s", error)  # The run's end is worse.
         log.info(
             "%s: %s%d steps, %d skipped, %.1f s, in %s",
             status.value,
@@ -286,16 +283,6 @@ class Run:
             extra=RESULT,
         )
         return summary
-
-    def _write(self, summary: Summary) -> None:
-        """Write the summary. A full disk stops only a run that ended well."""
-        try:
-            with unwritable_in_one_line(self.rank_folder):
-                summary.write(self.rank_folder)
-        except MpframeError as error:
-            if summary.status in (Status.FINISHED, Status.PRUNED):
-                raise
-            log.warning("warning: %s", error)
 
 
 def _results(summary: Summary) -> str:
@@ -349,9 +336,8 @@ def _refuse_exit() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise UserCodeError(
-            f"the run was ended by {describe_error(error)}; let it return"
-        ) from error
+        said = f"the run was ended by {describe_error(error)}; let it return"
+        raise UserCodeError(said) from error
 
 
 @contextmanager

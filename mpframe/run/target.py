@@ -21,8 +21,7 @@ _NUMBERS = {"int", "float", "torch", "Tensor"}
 def make(section: str, node: dict[str, Any], *arguments: Any) -> Any:
     """Call an open section's `_target_` with its options.
 
-    Raises:
-        ConfigError: there is no such target, or it does not take these options.
+    ConfigError: there is no such target, or it does not take these options.
     """
     target = node["_target_"]
     _check_arguments(section, node)

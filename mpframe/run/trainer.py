@@ -31,12 +31,7 @@ from mpframe.run.parts import (
     resolve_device,
     to_device,
 )
-from mpframe.run.sharding import (
-    build_deferred,
-    refuse_beside_sharding,
-    shard,
-    trace_deferred,
-)
+from mpframe.run.sharding import build_deferred, refuse_beside_sharding, shard, trace_deferred
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
