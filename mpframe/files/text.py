@@ -101,10 +101,7 @@ def take_options(
     return options, rest
 
 
-Rows = Sequence[Sequence[str]]
-
-
-def align(rows: Rows, right: Collection[int] = ()) -> str:
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Pad the cells of each column to one width, right-aligned in the columns of `right`."""
     columns = [
         [cell.rjust(width) if number in right else cell.ljust(width) for cell in column]
@@ -114,7 +111,7 @@ def align(rows: Rows, right: Collection[int] = ()) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*columns, strict=True))
 
 
-def markdown(rows: Rows, right: Collection[int] = ()) -> str:
+def markdown(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """A Markdown table. A bar in a cell is escaped, and a line break becomes a space."""
     head, *body = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
     rule = ["---:" if column in right else "---" for column in range(len(head))]

@@ -42,8 +42,6 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-Value = str | float | int | bool | None
-
 
 def precision_in_words(config: Config) -> str:
     """Return the dtype mode with its half format, e.g. `mixed float16`."""
@@ -71,10 +69,10 @@ def find_typed(hydra: DictConfig | None) -> dict[str, str]:
 
 def hparams(
     config: Config, scaling: str, typed: Mapping[str, str]
-) -> tuple[dict[str, Value], list[str]]:
+) -> tuple[dict[str, str | float | None], list[str]]:
     """Return the columns of a run, and the names of the ones on its command line."""
     nodes = config.optimizer_nodes
-    columns: dict[str, Value] = {
+    columns: dict[str, str | float | None] = {
         "dtype": precision_in_words(config),
         "loss_scaling": scaling,
         "model": format_section(config.model),
@@ -89,14 +87,14 @@ def hparams(
         "trainer.epochs": config.trainer.epochs,
         "seed": config.run.seed,
     }
-    first: dict[str, None] = {}
+    first = []
     for key, word in typed.items():
         name = "dtype" if key in ("dtype.mode", "dtype.half") else key.removesuffix("._target_")
-        first[name] = None
+        first.append(name)
         if name not in columns:
             value = config.flat.get(key, word)
             columns[name] = value if type(value) in (int, float) else _type_out(value)
-    return columns, list(first)
+    return columns, list(dict.fromkeys(first))
 
 
 def _type_out(value: Any) -> str:
