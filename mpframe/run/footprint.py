@@ -69,7 +69,7 @@ def payload(
     """Return the bytes that each of >= 2 ranks hands over in a step of one micro-batch.
 
     They are counted by the kind of the collective and its ranks. The weights have one optimizer.
-    `buffers` are the bytes of the model's, and `activations` those of which the ranks along
+    `buffers` are bytes of the model's buffers, and `activations` bytes of which the ranks along
     `tensor` sum their parts.
     """
     counts = 8 if way.name == "ddp" else 3 * 8  # in float64
