@@ -116,7 +116,8 @@ def check_numbers(run: PlannedRun) -> Iterator[Finding]:
     """
     for part, optimizer in parts_of(run.trainer.optimizer).items():
         path = f"optimizer.parts.{part}" if part else "optimizer"
-        form = _format_of(optimizer)
+        formats = {optimizer.master_of(parameter).dtype for parameter in optimizer.parameters}
+        form = min(formats, key=lambda one: one.itemsize, default=torch.float32)
         half = form.itemsize == 2 and not run.trainer.precision.master_weights
         fix = ("dtype.master_weights=true",) if half else ()
         for name, index, value in _numbers(optimizer):
@@ -124,12 +125,6 @@ def check_numbers(run: PlannedRun) -> Iterator[Finding]:
             if rounded != value and rounded == float(name in DECAYS):
                 what = f"{path}.{name}{index}={value:.10g}: is {rounded:g} in {dtype_name(form)}"
                 yield error(f"{what}, the format {path} works in", *fix)
-
-
-def _format_of(optimizer: MasterWeights) -> torch.dtype:
-    """Return the narrowest format of the tensors that the optimizer updates."""
-    formats = {optimizer.master_of(parameter).dtype for parameter in optimizer.parameters}
-    return min(formats, key=lambda form: form.itemsize, default=torch.float32)
 
 
 def _numbers(optimizer: MasterWeights) -> Iterator[tuple[str, str, float]]:

@@ -93,13 +93,11 @@ class Search:
     def run(self, ops: Sequence[str] = ()) -> SearchResult:
         """Search, and rank these ops beside the modules."""
         all_half = self._with(())
-        modules, ranked = (
-            sorted(trials, key=lambda trial: trial.error.worst, reverse=True)
-            for trials in (map(self._try_module, self._modules), map(self._try_op, ops))
-        )
+        modules = _rank(map(self._try_module, self._modules))
+        alone = _rank(Sensitivity(op, "op", self._error(self.make({}, op), op)) for op in ops)
         pinned, reached = self._prune(*self._reach_target(modules))
         ordered = tuple(name for name in self._modules if name in pinned)
-        evidence = (all_half, modules, ranked, self._trail)
+        evidence = (all_half, modules, alone, self._trail)
         return SearchResult(self.target, self._scale, *evidence, ordered, reached)
 
     def _reach_target(self, ranked: Sequence[Sensitivity]) -> tuple[list[str], RelativeError]:
@@ -126,8 +124,8 @@ class Search:
         """Measure E(P), once for each set."""
         names = tuple(sorted(pinned))
         if names not in self._trail:
-            self._trail[names] = self._error(self.make(dict.fromkeys(names, self.pin), None))
-            self.progress(f"{len(names)} modules pinned")
+            trainer = self.make(dict.fromkeys(names, self.pin), None)
+            self._trail[names] = self._error(trainer, f"{len(names)} modules pinned")
         return self._trail[names]
 
     def _try_module(self, name: str) -> Sensitivity:
@@ -139,17 +137,11 @@ class Search:
             return cast_to((args, kwargs), half)
 
         module.register_forward_pre_hook(round_inputs, with_kwargs=True)
-        error = self._error(trainer)
-        self.progress(name)
-        return Sensitivity(name, type(module).__name__, error)
+        return Sensitivity(name, type(module).__name__, self._error(trainer, name))
 
-    def _try_op(self, op: str) -> Sensitivity:
-        error = self._error(self.make({}, op))
-        self.progress(op)
-        return Sensitivity(op, "op", error)
-
-    def _error(self, trainer: Trainer) -> RelativeError:
+    def _error(self, trainer: Trainer, tried: str) -> RelativeError:
         loss, gradients = _step(trainer, self.batches, self._scale)
+        self.progress(tried)
         away = _norm(gradients[name] - exact for name, exact in self._gradients.items())
         return RelativeError(
             _relative(abs(loss - self._loss), abs(self._loss)),
@@ -173,6 +165,10 @@ def _step(
                 sums[name] = sums[name] + gradient if name in sums else gradient
             parameter.grad = None
     return total, sums
+
+
+def _rank(trials: Iterable[Sensitivity]) -> list[Sensitivity]:
+    return sorted(trials, key=lambda trial: trial.error.worst, reverse=True)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.comm import Comm
 from mpframe.core.errors import DivergedError, MpframeError, first_line
 from mpframe.core.step_result import StepResult
 from mpframe.core.tree import device_of, map_tensors
@@ -41,18 +40,13 @@ _MOST = 3  # reports in a run. A fourth would say nothing new.
 class Autopsy(Callback):
     """An examination of a failed step, once in a row of skipped steps.
 
-    Args:
-        after: skipped steps in a row after which the last of them is examined.
-        limit: skipped steps in a row that end the run. The last of them is also examined.
+    Of skipped steps the last of `after` in a row is examined, or of `limit`, which end the run.
     """
-
-    _context: RunContext
 
     def __init__(self, after: int, limit: int) -> None:
         # The report on the current row of skipped steps, and its diagnosis if that is a fault.
         self.written: tuple[Path, str] | None = None
         self._after = min(after, limit)
-        self._device: torch.device | None = None
         self._step: tuple[Sequence[Batch], RandomState, int, int] | None = None
         self._first_loss: float | Tensor | None = None
         self._reports, self._examined = 0, False
@@ -68,10 +62,8 @@ class Autopsy(Callback):
             error.args = (f"{what}; see {path}",)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        if self._device is None:
-            self._device = device_of(trainer.model)
-        progress = trainer.progress
-        self._step = (batches, RandomState.now(self._device), progress.epoch, progress.batch)
+        random, progress = RandomState.now(device_of(trainer.model)), trainer.progress
+        self._step = (batches, random, progress.epoch, progress.batch)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         self._first_loss = result.loss if self._first_loss is None else self._first_loss
@@ -147,7 +139,9 @@ class Autopsy(Callback):
         assert self._step is not None  # `on_step_begin` came first.
         batches, random, epoch, batch = self._step
         samples = [self._context.train.batch_ids(epoch, batch + n) for n in range(len(batches))]
-        parts = _gather_parts(trainer.comm, list(zip(batches, samples, strict=True)))
+        mine = list(zip(batches, samples, strict=True))
+        gathered = trainer.comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), mine))
+        parts = [part for of_ranks in zip(*gathered, strict=True) for part in of_ranks]
         results = _results(trainer, result)
         return Evidence(
             step=trainer.progress.global_step,
@@ -177,9 +171,3 @@ def floors_of(trainer: Trainer) -> dict[str, float]:
 def _results(trainer: Trainer, result: StepResult) -> dict[str, StepResult]:
     parts = result.each()
     return {loss.name: parts.get(loss.name, result) for loss in trainer.objectives}
-
-
-def _gather_parts(comm: Comm, parts: list[tuple[Batch, Tensor]]) -> list[tuple[Batch, Tensor]]:
-    """Gather the micro-batches of all ranks, with their samples, on rank 0."""
-    gathered = comm.gather_object(map_tensors(lambda tensor: tensor.cpu(), parts))
-    return [part for parts in zip(*gathered, strict=True) for part in parts]

@@ -210,7 +210,7 @@ class _Examination:
         if not down:
             pins, proven = self._pin_culprits(-self._case.room_below)
             return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=proven)
-        underflow = underflow_share(self._replay(Setting(octaves=-down)), full)
+        underflow = underflow_share(self._scaled(-down), full)
         if underflow > UNDERFLOW_LIMIT:
             pins, proven = self._pin_culprits(0)
             if proven and underflow_share(self._replay(pins), full) < underflow * _GAIN:
@@ -222,7 +222,7 @@ class _Examination:
         underflow = underflow_share(half, full)
         if underflow > UNDERFLOW_LIMIT:
             up = self._octaves_up()
-            then = underflow_share(self._replay(Setting(octaves=up)), full)
+            then = underflow_share(self._scaled(up), full)
             if then < underflow * _GAIN:
                 raised = {"octaves": up, "underflow_then": then, "proven": True}
                 return self._diagnosis(Kind.UNDERFLOW, None, underflow=underflow, **raised)
@@ -231,22 +231,14 @@ class _Examination:
     def _octaves_down(self) -> int:
         """Find the fewest octaves that make the step finite, 0 if no allowed number does."""
         most = self._case.room_below
-
-        def is_finite(octaves: int) -> bool:
-            return self._replay(Setting(octaves=-octaves)).finite
-
-        if most == 0 or not is_finite(most):
+        if most == 0 or not self._scaled(-most).finite:
             return 0
-        return 1 + bisect_left(range(1, most), True, key=is_finite)
+        return 1 + bisect_left(range(1, most), True, key=lambda down: self._scaled(-down).finite)
 
     def _octaves_up(self) -> int:
         """Find by how many octaves the scale could grow, with one to spare, 0 if it cannot."""
         most = 126 - math.ceil(math.log2(max(self._case.scales.values())))
-
-        def overflows(octaves: int) -> bool:
-            return not self._replay(Setting(octaves=octaves)).finite
-
-        fit = bisect_left(range(1, most + 1), True, key=overflows)
+        fit = bisect_left(range(1, most + 1), True, key=lambda up: not self._scaled(up).finite)
         return max(fit - 1, 0)
 
     def _pin_culprits(self, octaves: int) -> tuple[Setting, bool]:
@@ -267,6 +259,9 @@ class _Examination:
     def _diagnosis(self, kind: Kind, culprit: Culprit | None, **more: object) -> Diagnosis:
         replays = tuple(self._made.values())
         return Diagnosis(kind, culprit, replays=replays, **more)  # type: ignore[arg-type]
+
+    def _scaled(self, octaves: int) -> Replay:
+        return self._replay(Setting(octaves=octaves))
 
     def _replay(self, setting: Setting) -> Replay:
         if setting not in self._made:

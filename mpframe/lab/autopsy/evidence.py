@@ -31,8 +31,6 @@ from mpframe.lab.autopsy.replay import Case
 from mpframe.training.optimizers.whole_weights import gather
 from mpframe.training.trainer import Trainer
 
-_KEPT = (bool, int, float, str, type(None))
-
 
 def plain(batch: Any) -> Any:
     """Return the batch in plain tuples, lists and dicts, its tensors on the CPU.
@@ -40,14 +38,18 @@ def plain(batch: Any) -> Any:
     Arrays become tensors. Other objects, for example paths, become their text.
     """
     if isinstance(batch, Tensor):
-        return _copy_view(batch.detach().cpu())
+        tensor = batch.detach().cpu()
+        strided = tensor.layout is torch.strided
+        # A view is copied: its whole storage would be saved, which may be a whole dataset.
+        is_view = strided and tensor.untyped_storage().nbytes() > tensor.nbytes
+        return tensor.clone() if is_view else tensor
     if isinstance(batch, dict) or fields_of(batch):
         return {name: plain(item) for name, item in fields_of(batch).items()}
     if isinstance(batch, tuple | list):
         return (list if isinstance(batch, list) else tuple)(map(plain, batch))
     if isinstance(batch, np.ndarray | np.generic):
         return torch.as_tensor(batch) if isinstance(batch, np.ndarray) else batch.item()
-    return batch if type(batch) in _KEPT else str(batch)
+    return batch if type(batch) in (bool, int, float, str, type(None)) else str(batch)
 
 
 def as_in(example: Any, batch: Any) -> Any:
@@ -63,13 +65,6 @@ def as_in(example: Any, batch: Any) -> Any:
         last = len(example) - 1
         return type(batch)(as_in(example[min(n, last)], item) for n, item in enumerate(batch))
     return batch
-
-
-def _copy_view(tensor: Tensor) -> Tensor:
-    """Copy a view: its whole storage would be saved, which may be a whole dataset."""
-    if tensor.layout is not torch.strided:
-        return tensor
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 FOLDER = "autopsy"

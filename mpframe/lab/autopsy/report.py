@@ -139,7 +139,8 @@ def _module(call: OpCall) -> str:
 def value_of(culprit: Culprit) -> str:
     """Say how large that value is, compared with the limit of its format."""
     if not math.isfinite(culprit.value):
-        return f"its {culprit.what} is {_number(culprit.value)} in float32"
+        value = "NaN" if math.isnan(culprit.value) else "inf"
+        return f"its {culprit.what} is {value} in float32"
     if culprit.value <= culprit.limit:
         return f"its {culprit.what} reaches {culprit.value:.6g} in fp32, yet is not finite here"
     bits = math.log2(culprit.value / culprit.limit)
@@ -223,10 +224,6 @@ def _calm(step: Evidence) -> str:
     if not step.updates:
         return MODEL
     return "lower optimizer.lr or set a lower trainer.clip_norm"
-
-
-def _number(value: float) -> str:
-    return "NaN" if math.isnan(value) else f"{value:g}"
 
 
 def examine(step: Evidence, trainer: Trainer) -> Report:

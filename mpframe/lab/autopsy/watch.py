@@ -54,7 +54,13 @@ def magnitudes_of(node: object) -> Magnitudes:
     """Measure every floating tensor in `node`, at any depth. Waits for the device."""
     found = Magnitudes()
     for values in floats_in(node):
-        found |= _of(values)
+        size = values.abs()
+        largest = size.max()
+        if bool(torch.isfinite(largest)):
+            found |= Magnitudes(float(largest))
+        else:
+            largest = size.nan_to_num(0.0, 0.0, 0.0).max()
+            found |= Magnitudes(float(largest), bool(size.isinf().any()), bool(size.isnan().any()))
     return found
 
 
@@ -75,15 +81,6 @@ def bad_rows(node: object, rows: int) -> list[int]:
             flat = ~torch.isfinite(values).reshape(rows, -1).all(dim=1)
             bad.update(flat.nonzero().flatten().tolist())
     return sorted(bad)
-
-
-def _of(values: Tensor) -> Magnitudes:
-    size = values.abs()
-    largest = size.max()
-    if bool(torch.isfinite(largest)):
-        return Magnitudes(float(largest))
-    nan, infinite = bool(size.isnan().any()), bool(size.isinf().any())
-    return Magnitudes(float(size.nan_to_num(0.0, 0.0, 0.0).max()), infinite, nan)
 
 
 OUTSIDE = "the loss"  # the ops after the model: the cast of its outputs to fp32, and the loss
@@ -206,7 +203,8 @@ class Watch(TorchFunctionMode):
         self._calls[module, op] += 1
         outputs = magnitudes_of(result)
         self.trace.forward[call] = Observation(inputs, outputs)
-        if _makes_nonfinite(op, arguments, inputs, outputs):
+        made = (outputs.infinite and inputs.finite) or (outputs.nan and not inputs.nan)
+        if made and "empty" not in op and not _names_nonfinite(arguments):
             rows = tuple(bad_rows(result, self._rows))
             self.trace.nonfinite.append(FirstNonFinite(call, "forward", not outputs.infinite, rows))
         self._attribute(result, module, op, call.number)
@@ -252,13 +250,6 @@ class Watch(TorchFunctionMode):
             int((values.abs() >= smallest).sum()),
             values.dtype == self._half,
         )
-
-
-def _makes_nonfinite(op: str, arguments: Any, inputs: Magnitudes, outputs: Magnitudes) -> bool:
-    """Return whether finite values gave inf or NaN, and the call did not ask for it."""
-    made = outputs.infinite and inputs.finite and "empty" not in op
-    made |= outputs.nan and not inputs.nan and "empty" not in op
-    return made and not _names_nonfinite(arguments)
 
 
 def _names_nonfinite(node: Any) -> bool:
