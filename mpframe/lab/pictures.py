@@ -13,7 +13,6 @@ large letters.
 
 import io
 import math
-from collections.abc import Iterable
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from mpframe.core.tree import dtype_name
 from mpframe.files.durable import write_atomically
 from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.product_noise import NAMES, Noises
-from mpframe.lab.ranges import SCALED, Counts, Ranges
+from mpframe.lab.ranges import SCALED, Ranges
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -65,7 +64,10 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     octaves = np.log2(ranges.scale) if kind in SCALED else 0.0
     limits = Limits.of(half)
     lines = np.log2([limits.lost, limits.normal, limits.largest]) - octaves - 0.5
-    low, high = _window(shares, () if half == torch.bfloat16 else lines)
+    # The exponents that occur, and the limits unless they are as wide as fp32's.
+    marks = () if half == torch.bfloat16 else lines
+    shown = np.array([0.0, *np.flatnonzero(shares.any(axis=0)) + LOWEST, *marks])
+    low, high = max(LOWEST, int(shown.min()) - 2), min(HIGHEST, int(shown.max()) + 2)
     letters, row = (11.0, 0.26) if len(names) <= 20 else (8.0, 0.17)
     figure = new_figure(width=6.6, height=max(3.4, 1.5 + row * len(names)))
     axes = figure.subplots()
@@ -90,15 +92,6 @@ def draw_layers(ranges: Ranges, kind: str, half: torch.dtype, path: Path) -> boo
     return True
 
 
-def _window(shares: Counts, lines: Iterable[float]) -> tuple[int, int]:
-    """Return the exponents to show: all that occur, and these lines."""
-    shown = np.array([0.0, *np.flatnonzero(shares.any(axis=0)) + LOWEST, *lines])
-    return max(LOWEST, int(shown.min()) - 2), min(HIGHEST, int(shown.max()) + 2)
-
-
-_LIMITS = 0.0, 60.0  # dB: noise as large as the signal, and 10 bits
-
-
 def draw_noises(noises: Noises, step: int, path: Path) -> None:
     """Draw the noises of a step, at least one, as a PNG."""
     layers = list(dict.fromkeys(layer for layer, _ in noises))
@@ -107,7 +100,8 @@ def draw_noises(noises: Noises, step: int, path: Path) -> None:
         shown[layers.index(layer), NAMES.index(operand)] = noise.snr_db
     figure = new_figure(width=6.6, height=max(3.4, 1.4 + 0.26 * len(layers)))
     axes = figure.subplots()
-    image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=_LIMITS[0], vmax=_LIMITS[1])
+    # From noise as large as the signal to 10 bits.
+    image = axes.imshow(shown, aspect="auto", cmap="RdYlGn", vmin=0.0, vmax=60.0)
     axes.set_xticks(range(len(NAMES)), [n.replace(".", "\n") for n in NAMES], fontsize=11)
     axes.set_yticks(range(len(layers)), [short(name) for name in layers], fontsize=11)
     for (row, column), decibels in np.ndenumerate(shown):

@@ -4,7 +4,6 @@ Both callbacks see every batch that is validated or tested, with what the object
 count on the device, and draw once the pass is complete.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +64,12 @@ class ConfusionMatrix(_Pictures):
     Outputs are logits or probabilities, [N, classes] or [N, classes, ...], and targets the numbers
     of classes, [N] or [N, ...]. Targets beyond the classes, as -100, count nowhere. The counts are
     of all ranks. ConfigError at the first batch if outputs or targets are something else.
-
-    Attributes:
-        counts: of the last complete pass, [classes, classes] int64 on the host: a row for each true
-            class, a column for each predicted one. None before.
     """
 
     name = "confusion_matrix"
 
     def __init__(self) -> None:
+        # Of the last complete pass, [true classes, predicted classes] int64 on the host.
         self.counts: Tensor | None = None
         self._counting: Tensor | None = None
 
@@ -183,28 +179,23 @@ class Predictions(_Pictures):
         for one in axes:
             one.set_axis_off()
         images = _as_seen(pictures, self._context.usage.get("preprocessing") or {})
+        most = max(int(labels.max()), int(predicted.max()), 1)  # Classes have the same colours.
+        colours = {"vmin": 0, "vmax": most, "cmap": "tab20", "interpolation": "nearest"}
         for place, image in enumerate(images):
-            axes[place * wide].imshow(image, cmap="gray")
-        if pixels:
-            _draw_masks(axes, labels, predicted)
-        else:
-            self._name_classes(axes, labels.tolist(), predicted.tolist())
+            first, *beside = axes[place * wide : (place + 1) * wide]
+            first.imshow(image, cmap="gray")
+            if pixels:
+                beside[0].imshow(labels[place].numpy(), **colours)
+                beside[1].imshow(predicted[place].numpy(), **colours)
+            else:
+                self._name_class(first, int(labels[place]), int(predicted[place]))
         save(figure, path)
         return True
 
-    def _name_classes(self, axes: Any, labels: Sequence[int], predicted: Sequence[int]) -> None:
-        for one, true, guess in zip(axes, labels, predicted, strict=False):
-            right, said = guess == true, self._name_of(guess)
-            said += "" if right else f"\nnot {self._name_of(true)}"
-            one.set_title(said, size=9, color="black" if right else "firebrick")
-
-
-def _draw_masks(axes: Any, labels: Tensor, predicted: Tensor) -> None:
-    """Draw true and predicted classes of pixels beside each picture, in the same colours."""
-    most = max(int(labels.max()), int(predicted.max()), 1)
-    for place, masks in enumerate(zip(labels.numpy(), predicted.numpy(), strict=True)):
-        for at, mask in enumerate(masks, 3 * place + 1):
-            axes[at].imshow(mask, vmin=0, vmax=most, cmap="tab20", interpolation="nearest")
+    def _name_class(self, axes: Any, true: int, guess: int) -> None:
+        right, said = guess == true, self._name_of(guess)
+        said += "" if right else f"\nnot {self._name_of(true)}"
+        axes.set_title(said, size=9, color="black" if right else "firebrick")
 
 
 def _is_classified(logits: Any, labels: Any) -> bool:
