@@ -28,22 +28,16 @@ _SUMS = 5  # count, signal, noise, saturated, lost. The largest and the smallest
 
 @dataclass(frozen=True)
 class Noise:
-    """The loss of one operand of one product to quantisation.
+    """The loss of one operand of one product to quantisation, from values v to their quantised q.
 
-    Attributes:
-        values: their number.
-        snr_db: 10 log10(sum v^2 / sum (q - v)^2) of values v and their quantised q, in decibels.
-            inf without noise, nan beside inf and nan.
-        saturated: the share of values beyond the format's largest number at their scale.
-        lost: the share of values that are not zero but became zero.
-        scale_spread: octaves from the smallest to the largest scale, 0 if there is at most one.
+    `snr_db` is 10 log10(sum v^2 / sum (q - v)^2), inf without noise, nan beside inf and nan.
     """
 
-    values: int
-    snr_db: float
-    saturated: float
-    lost: float
-    scale_spread: float = 0.0
+    values: int  # their number
+    snr_db: float  # signal to noise, in decibels
+    saturated: float  # share of values beyond the format's largest number at their scale
+    lost: float  # share of values that are not zero but became zero
+    scale_spread: float  # octaves from the smallest to the largest scale, 0 if there is at most one
 
     @classmethod
     def of(cls, row: list[float]) -> Self:

@@ -15,7 +15,6 @@ from mpframe.lab.exponents import HIGHEST, LOWEST, Limits
 from mpframe.lab.pictures import draw_layers, draw_noises
 from mpframe.lab.product_noise import Noises, ProductProbe
 from mpframe.lab.ranges import FOLDER, KINDS, RangeProbe, Ranges
-from mpframe.precision.policy import Policy
 from mpframe.tracking.records import MetricsCsv
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
@@ -33,16 +32,7 @@ _DRAWN_EVERY = 60.0  # seconds. A picture takes about one.
 
 
 class RangeWatch(Callback):
-    """A report every so many steps.
-
-    Args:
-        every: steps between two reports, >= 1.
-        worst: layers of each kind that scalars are written for.
-    """
-
-    _context: RunContext
-    _policy: Policy
-    _noise_record: MetricsCsv
+    """A report every `every` (>= 1) steps, with scalars for the `worst` layers of each kind."""
 
     def __init__(self, every: int, worst: int = 3) -> None:
         self._every, self._worst = every, worst
@@ -75,8 +65,7 @@ class RangeWatch(Callback):
             ranges, self._probe = self._probe.ranges(), None
             if trainer.comm.is_main:
                 self._last = ranges
-                self._context.tracker.scalars(ranges.step, self._scalars(ranges))
-                self._log_histograms(ranges)
+                self._report_ranges(ranges)
         if self._products is not None:
             noises, self._products = self._products.noises(trainer.comm), None
             if trainer.comm.is_main:
@@ -115,34 +104,29 @@ class RangeWatch(Callback):
                 tracker.image(f"numerics/{kind}/layers_by_exponent", path.read_bytes(), step)
         self._drawn = time.monotonic()
 
-    def _log_histograms(self, ranges: Ranges) -> None:
-        for kind in KINDS:
-            for layer, counts in zip(ranges.layers, ranges.bins(kind), strict=True):
-                if counts.any():
-                    tag = f"numerics/{kind}/exponents/{layer}"
-                    self._context.tracker.histogram(tag, counts.tolist(), _EDGES, ranges.step)
-
     def _report_products(self, step: int, noises: Noises) -> None:
         self._noises = noises
         self._noise_record.add(*product_noise.rows_of(step, noises))
         for name in ("snr_db", "saturated", "lost", "scale_spread"):
             figures = {"/".join(key): getattr(noise, name) for key, noise in noises.items()}
-            tags = self._worst_of(f"numerics/products/{name}", figures)
-            self._context.tracker.scalars(step, tags)
+            worst = self._worst_of(f"numerics/products/{name}", figures)
+            self._context.tracker.scalars(step, worst)
 
-    def _scalars(self, ranges: Ranges) -> dict[str, float]:
+    def _report_ranges(self, ranges: Ranges) -> None:
+        limits, tracker = Limits.of(self._policy.half_dtype), self._context.tracker
         figures = {"updates/rounded_away_fraction": ranges.rounded_away_fraction()}
         for kind in KINDS:
-            limits = Limits.of(self._policy.half_dtype)
             figures[f"{kind}/headroom_bits"] = ranges.headroom(kind, limits)
             figures[f"{kind}/over_count"] = ranges.field(kind, "over")
             for name, field in _FRACTIONS.items():
                 figures[f"{kind}/{name}"] = ranges.fraction(kind, field)
-        values: dict[str, float] = {}
+            for layer, counts in zip(ranges.layers, ranges.bins(kind), strict=True):
+                if counts.any():
+                    tag = f"numerics/{kind}/exponents/{layer}"
+                    tracker.histogram(tag, counts.tolist(), _EDGES, ranges.step)
         for name, figure in figures.items():
             by_layer = dict(zip(ranges.layers, figure.tolist(), strict=True))
-            values |= self._worst_of(f"numerics/{name}", by_layer)
-        return values
+            tracker.scalars(ranges.step, self._worst_of(f"numerics/{name}", by_layer))
 
     def _worst_of(self, tag: str, figures: dict[str, float]) -> dict[str, float]:
         known = [name for name, figure in figures.items() if math.isfinite(figure)]

@@ -137,13 +137,13 @@ class RangeProbe:
 
         if self._sharding is not None:
             yield self._sharding.usage.watch(see)
-        for layer, parameter in _parameters(self._trainer.model):
+        for name, parameter in self._trainer.model.named_parameters():
             if parameter.requires_grad:
                 master = self._trainer.optimizer.master_of(parameter)
                 self._before[parameter] = master.detach().clone()
                 if self._sharding is None:
                     hook = parameter.register_post_accumulate_grad_hook
-                    yield hook(partial(watch, layer))  # type: ignore[no-untyped-call]
+                    yield hook(partial(watch, _layer_of(name)))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _count(self, kind: str, layer: str, values: Tensor | None) -> None:
@@ -159,7 +159,8 @@ class RangeProbe:
     def _measure_weights(self) -> dict[str, Tensor]:
         """Count weights and updates, and return how many half would round away, by layer."""
         away: dict[str, Tensor] = {}
-        for layer, parameter in _parameters(self._trainer.model):
+        for name, parameter in self._trainer.model.named_parameters():
+            layer = _layer_of(name)
             if is_sharded(parameter) and is_copy(parameter):
                 continue
             stored = part_of(parameter)
@@ -182,12 +183,6 @@ def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not list(module.children()) or list(module.parameters(recurse=False)):
             yield name or "model", module
-
-
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter once, with the name of the module that holds it."""
-    for name, parameter in model.named_parameters():
-        yield _layer_of(name), parameter
 
 
 def _layer_of(name: str) -> str:
