@@ -30,10 +30,6 @@ class Simulation:
     headroom: Series  # octaves left unused, nan if skipped or amax was 0
 
     @property
-    def changes(self) -> int:
-        return int(np.count_nonzero(np.diff(self.scales)))
-
-    @property
     def mean_headroom(self) -> float:
         """Mean octaves left unused, nan if every step was skipped."""
         seen = self.headroom[np.isfinite(self.headroom)]
@@ -63,7 +59,8 @@ def as_table(replays: Mapping[str, Simulation]) -> str:
     rows = []
     for name, done in replays.items():
         counts = str(len(done.scales)), str(int(done.skipped.sum()))
-        scales = f"{done.mean_headroom:.2f}", str(done.changes), f"{done.scales[-1]:g}"
+        changes = str(np.count_nonzero(np.diff(done.scales)))
+        scales = f"{done.mean_headroom:.2f}", changes, f"{done.scales[-1]:g}"
         rows.append((name, *counts, *scales))
     return align([head, *rows])
 

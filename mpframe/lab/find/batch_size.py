@@ -80,11 +80,10 @@ def _try(trainer: Trainer, load: Callable[[int], Batch], size: int) -> bool:
         trainer.read_verdicts()  # Waits for the device, whose error may come late.
     except (RuntimeError, MemoryError, UserCodeError) as error:
         cause = error.__cause__ if isinstance(error, UserCodeError) else error
-        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
-            return False
-        if "DefaultCPUAllocator: can't allocate memory" in str(cause):  # It has no class.
-            return False
-        raise
+        on_cpu = "DefaultCPUAllocator: can't allocate memory" in str(cause)  # It has no class.
+        if not (on_cpu or isinstance(cause, torch.OutOfMemoryError | MemoryError)):
+            raise
+        return False
     return True
 
 

@@ -1,8 +1,8 @@
-"""Compares runs: one HTML page that needs no network, and the same tables as Markdown.
+"""Compares runs: one HTML page that needs no network.
 
     records  reads a run's folder: options, summary, curves
     tables   runs that differ only in the seed, compared with fp32, as plain text
-    page     the report as HTML, with its curves, and as Markdown
+    page     the report as HTML, with its curves
     sweep    the table at the end of a sweep
 
 Begin with records.py, then tables.py. A run's folder may come from a stranger: its names and texts

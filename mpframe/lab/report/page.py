@@ -17,7 +17,7 @@ from html import escape
 from typing import Any
 
 from mpframe.lab.report.records import Curve, Record
-from mpframe.lab.report.tables import RunGroup, Section, Table, sections
+from mpframe.lab.report.tables import RunGroup, Section, sections
 from mpframe.tracking.tags import Tag, metric_tag
 
 _METRIC = re.compile(metric_tag("(.+)"))
@@ -131,11 +131,13 @@ figcaption { color: #5b6675; font-size: .88rem; overflow-wrap: anywhere; }
 def as_page(title: str, groups: Sequence[RunGroup], records: Sequence[Record]) -> str:
     """Write the page on all `records`. A group is a row of the tables, and a colour."""
     *first, last = map(_section, sections(groups))
-    curves = ["<h2>Curves</h2>", _figure(draw(groups))]
+    svg = base64.b64encode(draw(groups)).decode()
+    picture = f'<img alt="{_CAPTION}" src="data:image/svg+xml;base64,{svg}">'
+    caption = f"<figcaption>{_CAPTION}</figcaption>"
+    curves = ["<h2>Curves</h2>", f"<figure>{picture}{caption}</figure>"]
     finished = sum(record.finished for record in records)
-    counted = f"{finished} of {len(records)} runs finished, in {len(groups)} groups"
-    about = f"<p class=quiet>{counted}</p>"
-    parts = [f"<h1>{escape(title)}</h1>", about, *first, *curves, last]
+    about = f"{finished} of {len(records)} runs finished, in {len(groups)} groups"
+    parts = [f"<h1>{escape(title)}</h1>", f"<p class=quiet>{about}</p>", *first, *curves, last]
     return _HEAD.format(title=escape(title), style=_STYLE) + "\n".join(parts) + "\n</body></html>\n"
 
 
@@ -149,16 +151,13 @@ _HEAD = """<!DOCTYPE html>
 
 
 def _section(section: Section) -> str:
-    notes = [f"<p class=quiet>{escape(note)}</p>" for note in section.notes]
-    return "\n".join([f"<h2>{section.title}</h2>", _table(section.table), *notes])
-
-
-def _table(table: Table) -> str:
-    head, *rows = table
+    head, *rows = section.table
     cells = "".join(f"<th{_kind(name)}>{escape(name)}</th>" for name in head)
-    body = "\n".join(f"<tr>{_cells(head, row)}</tr>" for row in rows)
     heading = f"<thead><tr>{cells}</tr></thead>"
-    return f"<div class=wide><table>{heading}\n<tbody>{body}</tbody></table></div>"
+    body = "\n".join(f"<tr>{_cells(head, row)}</tr>" for row in rows)
+    table = f"<div class=wide><table>{heading}\n<tbody>{body}</tbody></table></div>"
+    notes = [f"<p class=quiet>{escape(note)}</p>" for note in section.notes]
+    return "\n".join([f"<h2>{section.title}</h2>", table, *notes])
 
 
 def _cells(head: Iterable[str], row: Iterable[str]) -> str:
@@ -174,11 +173,3 @@ def _lines(cell: str) -> str:
 
 def _kind(name: str) -> str:
     return " class=text" if name in _TEXT_COLUMNS else ""
-
-
-def _figure(svg: bytes) -> str:
-    encoded = base64.b64encode(svg).decode()
-    return (
-        f'<figure><img alt="{_CAPTION}" src="data:image/svg+xml;base64,{encoded}">'
-        f"<figcaption>{_CAPTION}</figcaption></figure>"
-    )

@@ -7,6 +7,7 @@ cli/sweep.py keeps it while the sweep runs.
 import csv
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -42,14 +43,12 @@ class JobRow:
     def cells(self) -> dict[str, Any]:
         """Return the job's values by column, numbers unrounded. None is an empty cell."""
         cells: dict[str, Any] = dict.fromkeys(COLUMNS)
-        cells |= {"job": self.number, "folder": self.folder, "status": self.status}
-        cells["overrides"] = " ".join(self.overrides)
-        if self.summary is not None:
-            cells |= {key: value for key, value in vars(self.summary).items() if key in cells}
-            cells["mode"] = " ".join(filter(None, (self.summary.dtype, self.summary.half)))
-            cells["scaling"] = self.summary.loss_scaling
-            cells["test_metric"] = self.summary.test_metric
-        return cells
+        if (done := self.summary) is not None:
+            cells |= {key: getattr(done, key) for key in COLUMNS if hasattr(done, key)}
+            cells["mode"] = " ".join(filter(None, (done.dtype, done.half)))
+            cells["scaling"] = done.loss_scaling
+        told = {"job": self.number, "folder": self.folder, "status": self.status}
+        return cells | told | {"overrides": " ".join(self.overrides)}
 
 
 def find_jobs(folder: Path) -> list[JobRow]:
@@ -102,13 +101,10 @@ def write_table(folder: Path) -> list[JobRow]:
 def as_text(folder: Path, jobs: Sequence[JobRow]) -> str:
     """Write the table as aligned text."""
     title, rows = _readable(jobs)
-    finished, pruned = (
-        sum(job.status == status for job in jobs) for status in (Status.FINISHED, Status.PRUNED)
-    )
-    where = os.path.relpath(folder / "sweep.md")
-    ended = f", {pruned} pruned" if pruned else ""
-    last = f"{finished} of {len(jobs)} jobs finished{ended}; "
-    last += f"this table: {where} and sweep.csv beside it"
+    ends = Counter(job.status for job in jobs)
+    pruned = f", {ends[Status.PRUNED]} pruned" if Status.PRUNED in ends else ""
+    last = f"{ends[Status.FINISHED]} of {len(jobs)} jobs finished{pruned}; this table: "
+    last += f"{os.path.relpath(folder / 'sweep.md')} and sweep.csv beside it"
     return f"\n{title}{align(rows)}\n{_reasons(jobs)}{last}"
 
 

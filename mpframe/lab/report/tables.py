@@ -25,7 +25,7 @@ from mpframe.tracking.summary import Summary
 PRECISION = ("dtype", "loss_scaling", "ops")
 PRODUCTS, RECIPES = "dtype.products", "dtype.recipes"
 SHOWN_APART = (
-    *("dtype.mode", "dtype.half"),
+    *("seed", "dtype.mode", "dtype.half"),
     *("loss_scaling._target_", "loss_scaling.mode", "loss_scaling.half"),
 )
 PARALLEL = "trainer.parallel"
@@ -103,9 +103,8 @@ def _find_differing(records: Sequence[Record]) -> list[str]:
         lacking = any(path not in options for options in known)
         if len(values) > 1 or (lacking and not _another_choice(path, known)):
             differing.append(path)
-    apart = {"seed", *SHOWN_APART}
     shown = [path for path in differing if path == PARALLEL or not only_watches(path)]
-    return [path for path in shown if path not in apart]
+    return [path for path in shown if path not in SHOWN_APART]
 
 
 def _another_choice(path: str, known: Sequence[Mapping[str, object]]) -> bool:
@@ -178,7 +177,8 @@ def results(groups: Sequence[RunGroup]) -> Table:
     metrics = {run.summary.metric for group in groups for run in group.runs if run.summary}
     known = sorted(name for name in metrics if name)
     metric = known[0] if len(known) == 1 else "metric"
-    tested = _all_tested(groups)
+    finished = [run.summary for group in groups for run in group.runs if run.finished]
+    tested = bool(finished) and all(done and done.test_metric is not None for done in finished)
     value = attrgetter("test_metric" if tested else "val_metric")
     columns: _Columns = {
         "precision, scaling": _label,
@@ -215,12 +215,7 @@ def _tabulate(groups: Sequence[RunGroup], columns: _Columns) -> Table:
 def every_run(groups: Sequence[RunGroup]) -> Table:
     head = ["run", "precision, scaling", "status", "steps", "metric", "val loss", "seconds"]
     rows = [
-        [
-            _name_run(run),
-            _label(group),
-            _lines(run.status, run.reason),
-            *_numbers(run.summary),
-        ]
+        [_name_run(run), _label(group), _lines(run.status, run.reason), *_numbers(run.summary)]
         for group in groups
         for run in group.runs
     ]
@@ -303,9 +298,3 @@ def _lines(first: str, second: str) -> str:
 def _without_empty(table: Table) -> Table:
     kept = [any(cells) for _, *cells in zip(*table, strict=True)]
     return [list(compress(row, kept)) for row in table]
-
-
-def _all_tested(groups: Sequence[RunGroup]) -> bool:
-    """Return whether there is a finished run, and each has a test's value of the metric."""
-    finished = [run.summary for group in groups for run in group.runs if run.finished]
-    return bool(finished) and all(done and done.test_metric is not None for done in finished)
