@@ -38,7 +38,7 @@ from mpframe.lab.autopsy.report import (
 )
 from mpframe.lab.exponents import FIELDS, Limits, count_exponents
 from mpframe.lab.hints import ADAPTIVE, HINTS, Finding, PlannedRun, error, note, scaling_of, warning
-from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, Noises, ProductProbe
+from mpframe.lab.product_noise import WITHOUT_WEIGHT, Noise, ProductProbe
 from mpframe.precision.policy import NO_PRODUCTS
 from mpframe.tracking.dtype_map import Row, dtype_map
 from mpframe.training.optimizers.multi_optimizer import largest
@@ -88,15 +88,6 @@ class Subject(PlannedRun):
     def diagnosis(self) -> Diagnosis:
         """The autopsy's diagnosis of the first step, its remedies tried on the first batch."""
         return diagnose(self.case)
-
-    def noises(self) -> Noises:
-        """Count what products below 16 bits lose in the first step."""
-        probe = ProductProbe(self.trainer.precision)
-        try:
-            replay(self.case, Setting())
-        finally:
-            noises = probe.noises()
-        return noises
 
     @cached_property
     def _amax(self) -> Tensor:
@@ -222,8 +213,11 @@ _MANY_OF_OPERAND_LOST = 0.5
 
 def check_products(subject: Subject) -> Iterator[Finding]:
     """Layers whose operands lose too much, or else the ones that lose most."""
-    recipe = subject.policy.products
-    noises = subject.noises() if subject.policy.recipes else {}
+    if not subject.policy.recipes:
+        return
+    recipe, probe = subject.policy.products, ProductProbe(subject.trainer.precision)
+    replay(subject.case, Setting())
+    noises = probe.noises()
     bad = [key for key, noise in noises.items() if not _bearable(noise)]
     layers = dict.fromkeys(layer for layer, _ in bad if layer != WITHOUT_WEIGHT)
     worst = bad or sorted(noises, key=lambda key: noises[key].snr_db)[:3]

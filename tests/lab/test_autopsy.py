@@ -142,7 +142,7 @@ def test_a_scale_that_is_too_high_or_too_low() -> None:
         ("Backoff", 64.0, f"{LOWER} loss_scaling.min_scale=8; at scale 16 the step is finite"),
         ("static", 1024.0, f"{STATIC}=8; or loss_scaling=Backoff, which finds a scale"),
     ):
-        made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6, proven=True)
+        made = report(Kind.SCALE_TOO_HIGH, scaling, floor, octaves=-6)
         normal = " (normal)" if floor == 1.0 else ", and the scaler does not go lower"
         assert made.title == f"autopsy of step 12: scale too high{normal}"
         assert advice(made).startswith(said)
@@ -152,7 +152,7 @@ def test_a_scale_that_is_too_high_or_too_low() -> None:
         ("none", f"{ADD}loss_scaling=Backoff loss_scaling.init_scale"),
         ("LogMax", f"{ADD}loss_scaling=LogMax loss_scaling.init_scale"),
     ):
-        made = report(Kind.UNDERFLOW, scaling, octaves=3, proven=True, **shares)
+        made = report(Kind.UNDERFLOW, scaling, octaves=3, **shares)
         below = "90% of the gradients are below float16's normal range (2% at 8192)"
         assert advice(made) == f"{option}=8192; {below}"
 

@@ -21,7 +21,7 @@ from mpframe.core.comm import Comm
 from mpframe.core.objective import supervised
 from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, replay
-from mpframe.lab.doctor import Subject
+from mpframe.lab.doctor import Subject, check_products
 from mpframe.lab.product_noise import Noise, ProductProbe
 from mpframe.lowbit.formats import FORMATS
 from mpframe.lowbit.kernels import ProductState
@@ -91,7 +91,7 @@ def test_what_looks_at_a_run_leaves_no_trace() -> None:
     assert replay(case, Setting()).finite
     subject = Subject(run, loader=cast(Any, None))
     subject.batch = batch(3)
-    assert subject.noises()
+    assert list(check_products(subject))
     assert_same(run.precision.state_dict(), before)
     precision = Precision("mixed", half="bfloat16", products=NOISY)
     precision.prepare(model := nn.Linear(32, 32), torch.optim.SGD(model.parameters()), batch(0)[0])

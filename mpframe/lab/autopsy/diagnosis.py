@@ -174,7 +174,7 @@ class Diagnosis:
     kind: Kind
     culprit: Culprit | None
     remedy: Setting = field(default_factory=Setting)  # modules to pin, ops to move to fp32
-    proven: bool = False  # the step is finite with the remedy, or at the changed scale
+    proven: bool = False  # the step is finite with the remedy
     octaves: int = 0  # by which the scale must change for a finite step (< 0), or less underflow
     underflow: float = math.nan  # share of half gradients below half's normal range
     underflow_then: float = math.nan  # the same at the changed scale
@@ -194,29 +194,31 @@ class _Examination:
         self._made: dict[Setting, Replay] = {}
 
     def diagnosis(self) -> Diagnosis:
+        return replace(self._judge(), replays=tuple(self._made.values()))
+
+    def _judge(self) -> Diagnosis:
         full, half = self._replay(Setting(fp32=True)), self._replay(Setting())
         if not full.finite:
             culprit = culprit_of_inputs(self._case) or culprit_of_fp32(self._case, full)
-            return self._diagnosis(Kind.NOT_FINITE_IN_FP32, culprit)
+            return Diagnosis(Kind.NOT_FINITE_IN_FP32, culprit)
         if half.finite:
             return self._of_finite(half, full)
         culprit, first = culprit_of(self._case, half, full), self._case.first_loss
         if first is not None and abs(full.loss) > _DIVERGED * max(abs(first), 1e-6):
-            return self._diagnosis(Kind.DIVERGING, culprit)
+            return Diagnosis(Kind.DIVERGING, culprit)
         return self._of_overflow(culprit, full)
 
     def _of_overflow(self, culprit: Culprit | None, full: Replay) -> Diagnosis:
         down = self._octaves_down()
         if not down:
             pins, proven = self._pin_culprits(-self._case.room_below)
-            return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=proven)
+            return Diagnosis(Kind.BEYOND_FORMAT, culprit, pins, proven)
         underflow = underflow_share(self._scaled(-down), full)
         if underflow > UNDERFLOW_LIMIT:
             pins, proven = self._pin_culprits(0)
             if proven and underflow_share(self._replay(pins), full) < underflow * _GAIN:
-                return self._diagnosis(Kind.BEYOND_FORMAT, culprit, remedy=pins, proven=True)
-        lowered = {"octaves": -down, "underflow_then": underflow, "proven": True}
-        return self._diagnosis(Kind.SCALE_TOO_HIGH, culprit, **lowered)
+                return Diagnosis(Kind.BEYOND_FORMAT, culprit, pins, proven)
+        return Diagnosis(Kind.SCALE_TOO_HIGH, culprit, octaves=-down, underflow_then=underflow)
 
     def _of_finite(self, half: Replay, full: Replay) -> Diagnosis:
         underflow = underflow_share(half, full)
@@ -224,9 +226,10 @@ class _Examination:
             up = self._octaves_up()
             then = underflow_share(self._scaled(up), full)
             if then < underflow * _GAIN:
-                raised = {"octaves": up, "underflow_then": then, "proven": True}
-                return self._diagnosis(Kind.UNDERFLOW, None, underflow=underflow, **raised)
-        return self._diagnosis(Kind.NO_FAULT, None, underflow=underflow)
+                return Diagnosis(
+                    Kind.UNDERFLOW, None, octaves=up, underflow=underflow, underflow_then=then
+                )
+        return Diagnosis(Kind.NO_FAULT, None, underflow=underflow)
 
     def _octaves_down(self) -> int:
         """Find the fewest octaves that make the step finite, 0 if no allowed number does."""
@@ -255,10 +258,6 @@ class _Examination:
                 break
             setting = more
         return setting, False
-
-    def _diagnosis(self, kind: Kind, culprit: Culprit | None, **more: object) -> Diagnosis:
-        replays = tuple(self._made.values())
-        return Diagnosis(kind, culprit, replays=replays, **more)  # type: ignore[arg-type]
 
     def _scaled(self, octaves: int) -> Replay:
         return self._replay(Setting(octaves=octaves))
