@@ -96,10 +96,7 @@ def count_exponents(
 
 
 def _different(values: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return magnitudes, and how often each is there (None: once).
-
-    A 16-bit format has 2^15 of them. With more values it is faster to count each one once.
-    """
+    """Return magnitudes, and how often each is there (None: once), at most 2^15 in 16 bits."""
     if values.element_size() != 2 or values.numel() <= _PATTERNS:
         return values.abs(), None
     patterns = torch.arange(_PATTERNS, dtype=torch.int16, device=values.device)

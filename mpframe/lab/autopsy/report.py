@@ -90,8 +90,12 @@ def report_on(diagnosis: Diagnosis, case: Case, step: Evidence) -> Report:
     culprit = diagnosis.culprit
     facts = [("why", str(step.reason))]
     if culprit is not None:
-        facts += _where(culprit)
-        facts += _samples(culprit, step)
+        facts += [("where", where_of(culprit)), ("value", value_of(culprit))]
+        if culprit.origin is not None:
+            facts.append(("from", f"{_place(culprit.origin)}: so large first there"))
+        if culprit.objective:
+            facts.append(("loss", culprit.objective))
+        facts.append(_samples(culprit, step))
     facts.append(("do", _advice(diagnosis, case, step)))
     title = f"autopsy of step {step.step}: {_title(diagnosis, case, step)}"
     return Report(title, facts)
@@ -107,15 +111,6 @@ def _title(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:
         what = "gradient" if culprit.direction == "backward" else "activation"
         return f"{what} beyond {culprit.half} in {_module(culprit.call)}"
     return diagnosis.kind.value
-
-
-def _where(culprit: Culprit) -> list[tuple[str, str]]:
-    facts = [("where", where_of(culprit)), ("value", value_of(culprit))]
-    if culprit.origin is not None:
-        facts.append(("from", f"{_place(culprit.origin)}: so large first there"))
-    if culprit.objective:
-        facts.append(("loss", culprit.objective))
-    return facts
 
 
 def where_of(culprit: Culprit) -> str:
@@ -150,16 +145,16 @@ def value_of(culprit: Culprit) -> str:
     )
 
 
-def _samples(culprit: Culprit, step: Evidence) -> list[tuple[str, str]]:
+def _samples(culprit: Culprit, step: Evidence) -> tuple[str, str]:
     size = len(step.samples[culprit.batch]) if culprit.batch < len(step.samples) else 0
     number, rank = divmod(culprit.batch, step.world_size)
     of_rank = f", rank {rank}" if step.world_size > 1 else ""
     where = f"epoch {step.epoch}, batch {step.batch + number}{of_rank}"
     if culprit.samples:
         known = few(map(str, culprit.samples), _FEW)
-        return [("samples", f"{known} ({len(culprit.samples)} of {size}), {where}")]
+        return "samples", f"{known} ({len(culprit.samples)} of {size}), {where}"
     ids = step.samples[culprit.batch] if size else []
-    return [("batch", f"{where}: samples {few(map(str, ids), _FEW)}" if size else where)]
+    return "batch", f"{where}: samples {few(map(str, ids), _FEW)}" if size else where
 
 
 def _advice(diagnosis: Diagnosis, case: Case, step: Evidence) -> str:

@@ -79,7 +79,7 @@ def _job_of(path: Path, written: int) -> tuple[int, str, tuple[str, ...]]:
     return int(hydra["job"]["num"]), place, tuple(map(str, hydra["overrides"]["task"]))
 
 
-# In the readable table another column's cell holds these.
+# In the readable table another column's cell holds these. A folder is named after the overrides.
 _JOINED = {"metric", "best_step", "folder", "test_loss", "tested"}
 _LARGEST_WHOLE = 2**40  # written digit by digit: any scale that training comes to
 
@@ -130,11 +130,7 @@ def _options(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def _readable(jobs: Sequence[JobRow]) -> tuple[str, list[list[str]]]:
-    """Name the overrides that all jobs have, and return the rows for a reader, the head first.
-
-    A metric and its value, the best and its step, the test and whose weights were tested share a
-    cell. The folder is left out, as it is named after the overrides.
-    """
+    """Name the overrides that all jobs have, and return the rows for a reader, the head first."""
     shared = _find_shared(jobs)
     left_out = _JOINED if any(map(_format_test, jobs)) else _JOINED | {"test_metric"}
     rows = [[name.replace("_", " ") for name in COLUMNS if name not in left_out]]
