@@ -54,9 +54,12 @@ class CompiledTrainer(Trainer):
     """
 
     compiles_steps = True
+    optimizer: Any  # a `MasterWeights`, else it is refused
+    scaler: Any
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._wrapped = self.optimizer.optimizer  # It steps the masters.
         self.compiled_model = self.model  # Validation runs it as it is.
         self._records: dict[Any, StepRecord] = {}  # by kind of step
         self._confirmed: set[Any] = set()  # kinds of which two records were equal
@@ -74,16 +77,17 @@ class CompiledTrainer(Trainer):
         if any(isinstance(algorithm, Schedules) for algorithm in self.algorithms.values()):
             self.read_verdicts()  # This step needs the rate that follows them.
         batches = [self.on_device(batch) for batch in micro_batches]
-        self._take_writes()
+        # What other code has written into half weights, as every step looks.
+        for frozen in self._frozen:
+            widen_written(frozen, self.progress.global_step)
+        sync_from_weights(self._pairs())
         tensors = [*self._state(), *tensors_in(tuple(batches)), *self._present_rates()]
         inputs, kind = list(dict.fromkeys(tensors)), self._kind_of(batches, tensors)
         if kind not in self._confirmed and not self._prepare(kind, batches, inputs):
             result = super().train_step(*batches)
             self._begun = self._begun or not bool(result.skipped)
             return result
-        result, state = self._records[kind](inputs)
-        scaler: Any = self.scaler
-        scaler.state = state
+        result, self.scaler.state = self._records[kind](inputs)
         self._note_writes()
         for name, algorithm in self.algorithms.items():
             if algorithm.before_update(self, [result.loss]) is not None:
@@ -144,7 +148,6 @@ class CompiledTrainer(Trainer):
 
     def _record(self, batches: Sequence[Batch], inputs: list[Tensor]) -> StepRecord | None:
         """Record a step and undo it. None: it made state of the optimizer, which a graph cannot."""
-        scaler: Any = self.scaler
         _refuse_hooks(self._wrapped)
         modules, drawn = ModuleState.of(self.model), _python_random()
         places, held = [tensor.data_ptr() for tensor in inputs], self._undone()
@@ -158,7 +161,7 @@ class CompiledTrainer(Trainer):
                 skipped = result.skipped
                 for tensor, old in undone:
                     tensor.copy_(torch.where(skipped, old, tensor))
-            record = recorder.finish((result, scaler.state))
+            record = recorder.finish((result, self.scaler.state))
             now_held, now_counts = self._undone(), self._python_values()
         if len(now_held) > len(held):
             return None
@@ -176,22 +179,20 @@ class CompiledTrainer(Trainer):
     @contextmanager
     def _undoing(self, batches: Sequence[Batch]) -> Iterator[None]:
         """Context manager that puts everything back that a step changes, its batches as well."""
-        scaler: Any = self.scaler
         before = [(tensor, tensor.detach().clone()) for tensor in self._state()]
         given = [(t, t.detach().clone(), t._version) for t in tensors_in(tuple(batches))]
         optimizer, random_state = self._wrapped, RandomState.now(self._device)
-        of_scaler = dict(scaler.state)
+        of_scaler = dict(self.scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
         try:
             yield
         finally:
             optimizer.state.clear()
             optimizer.state.update(of_optimizer)
-            scaler.state = of_scaler
+            self.scaler.state = of_scaler
             with torch.no_grad():
-                for tensor, old, version in given:
-                    if tensor._version != version:  # An expanded one cannot be written at all.
-                        before.append((tensor, old))
+                # An expanded tensor cannot be written at all.
+                before += [(t, old) for t, old, version in given if t._version != version]
                 for tensor, old in before:
                     tensor.copy_(old)
             random_state.restore(self._device)
@@ -200,7 +201,7 @@ class CompiledTrainer(Trainer):
     @contextmanager
     def _on_device(self) -> Iterator[None]:
         """Context manager in which the step reads nothing, and the optimizer takes tensors."""
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         settings = [dict(group) for group in self._wrapped.param_groups]
         before = optimizer.skips_on_device, torch.compiler._is_compiling_flag, self.algorithms
         self._recording = torch.compiler._is_compiling_flag = optimizer.skips_on_device = True
@@ -219,7 +220,7 @@ class CompiledTrainer(Trainer):
             self._recording = False
             optimizer.skips_on_device, torch.compiler._is_compiling_flag, self.algorithms = before
             for group, kept in zip(self._wrapped.param_groups, settings, strict=True):
-                group.update({name: value for name, value in kept.items() if name != "params"})
+                group.update(kept)
 
     def _python_values(self) -> list[tuple[str, Any]]:
         """Return what the optimizer keeps beside tensors, by its names."""
@@ -242,17 +243,10 @@ class CompiledTrainer(Trainer):
             repr(settings),
         )
 
-    @property
-    def _wrapped(self) -> Any:
-        """The optimizer that steps masters."""
-        wrapper: Any = self.optimizer
-        return wrapper.optimizer
-
     def _state(self) -> list[Tensor]:
         """Return every tensor that a step takes from the step before."""
-        scaler: Any = self.scaler
         model = [tensor for home in self._homes for tensor in home.values() if tensor is not None]
-        return list(dict.fromkeys([*model, *self._undone(), *scaler.state.values()]))
+        return list(dict.fromkeys([*model, *self._undone(), *self.scaler.state.values()]))
 
     def _undone(self) -> list[Tensor]:
         """Return what an update changes. Buffers are restored by the step itself."""
@@ -270,12 +264,6 @@ class CompiledTrainer(Trainer):
         for rate, group in zip(self._rates, groups, strict=True):
             rate.fill_(group["lr"])
         return self._rates
-
-    def _take_writes(self) -> None:
-        """Look at what other code has written into half weights, as every step does."""
-        for frozen in self._frozen:
-            widen_written(frozen, self.progress.global_step)
-        sync_from_weights(self._pairs())
 
     def _note_writes(self) -> None:
         """Note what a graph has written, because that raises no version."""

@@ -31,9 +31,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors, tensors_in
 
-_MOVES_MEMORY = frozenset({"set_", "resize_", "resize_as_"})
-_READ_LENGTHS = frozenset({"_pack_padded_sequence", "_ctc_loss"})  # torch does not tag them.
-_INDEXING = frozenset({"index", "_unsafe_index"})
 # They read or write the memory of a tensor without an op.
 _BESIDE_OPS = frozenset(
     getattr(Tensor, name)
@@ -80,9 +77,8 @@ class StepRecord:
         for mine, others in zip(_lines(self.graph), _lines(other.graph), strict=False):
             if mine != others:
                 raise refused(f"two steps ran other ops ({mine}, then {others})")
-        same = len(self.graph.graph.nodes) == len(other.graph.graph.nodes)
-        pairs = zip(self.constants, other.constants, strict=False)
-        if not same or not all(a is b or torch.equal(a, b) for a, b in pairs):
+        pairs = zip(self.constants, other.constants, strict=True)
+        if not all(a is b or torch.equal(a, b) for a, b in pairs):
             raise refused("two steps computed with other numbers of Python")
 
 
@@ -108,35 +104,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         _refuse(func, args)
         if func is torch.ops.aten.lift_fresh.default:
-            return self._make_anew(func(*args))
+            made = func(*args)  # by `torch.tensor`; the record makes a new one from a constant
+            node = self._note(made.clone())
+            self._nodes[made] = self._graph.call_function(torch.ops.aten.clone.default, (node,))
+            return made
         noted = tree_map(self._note, (tuple(args), kwargs))
         result = func(*args, **kwargs)
         self._track(result, self._graph.call_function(func, *noted))
         return result
 
-    def _make_anew(self, tensor: Tensor) -> Tensor:
-        """Return what `torch.tensor` has made. The record makes a new one from a constant."""
-        constant = self._note(tensor.clone())
-        self._nodes[tensor] = self._graph.call_function(torch.ops.aten.clone.default, (constant,))
-        return tensor
-
     def finish(self, results: Any) -> StepRecord:
         """Return the record of a step with these results, a tree of tensors."""
         self._graph.output(tuple(self._note(tensor) for tensor in tensors_in(results)))
         if any(tensor._version != version for tensor, version in self._constants):
-            raise refused(
-                "a step writes into a tensor that is no parameter, buffer or optimizer state"
-            )
+            what = "a step writes into a tensor that is no parameter, buffer or optimizer state"
+            raise refused(what)
         graph = fx.GraphModule(nn.Module(), self._graph)
         return StepRecord(graph, [tensor for tensor, _ in self._constants], results, graph)
 
-    def _add_input(self, tensor: Tensor) -> fx.Node:
-        place = self._graph.inserting_after(self._inputs[-1] if self._inputs else None)
-        with place:
-            node = self._graph.placeholder(f"input_{len(self._inputs)}")
-        self._inputs.append(node)
-        self._nodes[tensor] = node
-        return node
+    def _add_input(self, tensor: Tensor) -> None:
+        with self._graph.inserting_after(self._inputs[-1] if self._inputs else None):
+            self._nodes[tensor] = self._graph.placeholder(f"input_{len(self._inputs)}")
+        self._inputs.append(self._nodes[tensor])
 
     def _note(self, value: Any) -> Any:
         """Return an argument as the graph has it: the node of a tensor, else the value itself."""
@@ -175,14 +164,15 @@ def _lines(graph: fx.GraphModule) -> list[str]:
 def _refuse(func: Any, args: Any) -> None:
     """Raise ConfigError for an op whose record would be wrong in another step."""
     name = func.overloadpacket.__name__
-    if torch.Tag.data_dependent_output in func.tags or name in _READ_LENGTHS:
+    untagged = name in ("_pack_padded_sequence", "_ctc_loss")
+    if torch.Tag.data_dependent_output in func.tags or untagged:
         raise refused(f"a number is read from a tensor ({name.strip('_')}{_where()})")
-    by_mask = name not in _INDEXING or any(
+    by_mask = name not in ("index", "_unsafe_index") or any(
         tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in(args[1])
     )
     if torch.Tag.dynamic_output_shape in func.tags and by_mask:
         raise refused(f"a shape depends on the numbers of a tensor ({name}{_where()})")
-    if name in _MOVES_MEMORY:
+    if name in ("set_", "resize_", "resize_as_"):
         raise refused(f"a tensor gets other memory ({name}{_where()})")
 
 
@@ -221,7 +211,7 @@ class Watcher:
         if len(objects) != len(last) or not all(map(operator.is_, objects, last)):
             self._find_homes()  # A module may have been replaced.
             objects = self._objects(plan)
-            values = tuple([_value(item) for item in objects])
+            values = tuple([(type(o), o) if type(o) in _BY_VALUE else id(o) for o in objects])
             self._last = PythonState(values, objects, hash(values))
         return self._last
 
@@ -235,7 +225,3 @@ class Watcher:
     def _objects(self, plan: Any) -> list[Any]:
         homes = map(dict.values, (*self._homes, vars(plan)))
         return [*chain.from_iterable(homes), *chain.from_iterable(self._hooks)]
-
-
-def _value(item: Any) -> Any:
-    return (type(item), item) if type(item) in _BY_VALUE else id(item)
