@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe.core.tree import call_with, map_tensors, tensors_in
 
-LARGE = 2**16
-"""Values. A smaller tensor is made with its values."""
+LARGE = 2**16  # values; a smaller tensor is made with them
 
 # They read no values, and draw as many numbers as there are.
 _DRAW_NAMES = "uniform_ normal_ random_ exponential_ cauchy_ log_normal_ geometric_"
 _DRAWS = frozenset(_DRAW_NAMES.split())
 
-Storages = dict[int, torch.UntypedStorage]
-"""The memory of tensors without values, by the address of their storage."""
-
-
-class _Record(NamedTuple):
-    """A call that writes storages, and the addresses of those that it reads."""
-
-    number: int
-    run: Callable[[Storages], None]
-    reads: set[int]
+Storages = dict[int, torch.UntypedStorage]  # for tensors without values, by their `_address`
 
 
 class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,9 +40,10 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
-        self._writers: defaultdict[int, list[_Record]] = defaultdict(list)
+        # Calls that write storages, each with the addresses of those that it reads.
+        self._records: list[tuple[Callable[[Storages], None], set[int]]] = []
+        self._writers: defaultdict[int, list[int]] = defaultdict(list)  # by address, their numbers
         self._aliases: list[Tensor] = []  # While they live, no other storage has the same address.
-        self._number = 0
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that `make` makes, without the values of its large tensors."""
@@ -137,16 +128,15 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         results = list(tensors_in(result))
         made = [None if self._is_recorded(t) else t.detach() for t in results]
-        sizes = [t.numel() for t in made if t is not None]
+        fresh = [tensor for tensor in made if tensor is not None]
         if not all(map(_can_wait, results)) or not (written or results):
             return NotImplemented
-        if sizes and any(place.alias_info for place in func._schema.returns):
+        if fresh and any(place.alias_info for place in func._schema.returns):
             return NotImplemented  # It is to share memory, and does not.
-        if written or sizes:
-            if not written and max(sizes) < LARGE:
+        if written or fresh:
+            if not written and max(tensor.numel() for tensor in fresh) < LARGE:
                 return NotImplemented
-            drawn = self._draw(func, args, kwargs) if draws else None
-            self._add(self._calling(func, before, made, drawn), inputs, written, made)
+            self._add(self._calling(func, before, made, draws), inputs, written, fresh)
         return result  # A view shows its place by itself.
 
     def _run_now(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -164,23 +154,19 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise NotImplementedError(f"{func} returns a part of a tensor without values")
         return map_tensors(lambda t: inputs_by_values.get(id(t), t), result)
 
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> tuple[torch.Generator, Tensor]:
-        """Draw the numbers of an op. Return the generator, and its state from before."""
-        generator = kwargs.get("generator") or torch.default_generator
-        state = generator.get_state()
-        call_with(lambda t: _lay_out(_allocate(t), t), func, args, kwargs)
-        return generator, state
-
-    def _calling(self, func: Any, arguments: Any, made: Any, drawn: Any) -> Any:
-        """Return a function that runs an op again, for the memory of what it writes."""
+    def _calling(self, func: Any, arguments: Any, made: Any, draws: bool) -> Any:
+        """Draw an op's numbers, and return what runs it again, for the memory of what it writes."""
+        if draws:
+            generator = arguments[1].get("generator") or torch.default_generator
+            state = generator.get_state()
+            call_with(lambda t: _lay_out(_allocate(t), t), func, *arguments)
 
         def run(storages: Storages) -> None:
-            if drawn:
-                generator, state = drawn
+            if draws:
                 now = generator.get_state()
                 generator.set_state(state)
             result = call_with(lambda t: self._with_memory(t, storages), func, *arguments)
-            if drawn:
+            if draws:
                 generator.set_state(now)
             for tensor, values in zip(made, tensors_in(result), strict=True):
                 if tensor is not None and _layout(tensor) == _layout(values):
@@ -190,12 +176,12 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return run
 
-    def _add(self, run: Any, read: list[Tensor], written: list[Tensor], made: Any) -> None:
-        fresh = [tensor for tensor in made if tensor is not None]
-        self._number += 1
-        record = _Record(self._number, run, set(map(_address, read)))
+    def _add(
+        self, run: Any, read: list[Tensor], written: list[Tensor], fresh: list[Tensor]
+    ) -> None:
         for address in set(map(_address, [*written, *fresh])):
-            self._writers[address].append(record)
+            self._writers[address].append(len(self._records))
+        self._records.append((run, set(map(_address, read))))
         self._aliases += fresh
 
     def _keep(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -209,16 +195,17 @@ class Deferred(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _replay(self, tensors: Iterable[Tensor]) -> Storages:
         """Return memory with the values that tensors have now."""
         wanted = {_address(tensor) for tensor in tensors if self._is_recorded(tensor)}
-        found: dict[int, _Record] = {}
+        found: set[int] = set()
         left, seen = list(wanted), set(wanted)
         while left:
-            for record in self._writers[left.pop()]:
-                found[record.number] = record
-                left += record.reads - seen
-                seen |= record.reads
+            numbers = self._writers[left.pop()]
+            found.update(numbers)
+            for number in numbers:
+                left += self._records[number][1] - seen
+                seen |= self._records[number][1]
         storages: Storages = {}
-        for _, record in sorted(found.items()):
-            record.run(storages)
+        for number in sorted(found):
+            self._records[number][0](storages)
         return {address: storages[address] for address in wanted}
 
     def _alias(self, tensor: Tensor) -> Tensor:
