@@ -126,8 +126,7 @@ def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     weight, half, dtype, *place = packed
-    cast: Tensor = weight.to(half).to(dtype).as_strided(*place)
-    return cast
+    return weight.to(half).to(dtype).as_strided(*place)  # type: ignore[no-any-return]
 
 
 def keep_freed_memory() -> bool:

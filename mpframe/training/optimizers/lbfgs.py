@@ -7,7 +7,7 @@ only run a closure before they step, which `MasterWeights.step` does for them.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,8 @@ from mpframe.training.trainer import Trainer
 def step_with_closure(masters: MasterWeights, closure: Callable[[], Any]) -> StepResult:
     """Step an optimizer that evaluates the loss itself, which is never skipped.
 
-    Args:
-        masters: the optimizer, as `Precision.prepare` returns it. ConfigError for half weights.
-        closure: computes the loss and calls backward, as often as the optimizer likes.
-
-    Returns:
-        The optimizer's loss, amax and norm of the last evaluation's gradients.
+    `closure` computes the loss and calls backward, as often as the optimizer likes. Returns its
+    loss, and amax and norm of the last evaluation's gradients. ConfigError for half weights.
     """
     parameters = [p for group in masters.param_groups for p in group["params"]]
     if any(parameter.dtype in HALF for parameter in parameters):
@@ -63,12 +59,14 @@ class ClosureTrainer(Trainer):
     ConfigError: half weights, casts, a scaler, clipping, accumulation or skipping beside it.
     """
 
+    optimizer: Any  # a `MasterWeights`
+
     def train_step(self, *batches: Batch) -> StepResult:
         """Make one step on one batch, whose loss the optimizer evaluates as often as it likes.
 
         All ranks get the mean loss and the mean gradients, and so go the same way.
         """
-        optimizer: Any = self.optimizer
+        optimizer = self.optimizer
         self.comm.begin_step(optimizer, "after_backward")
 
         def closure() -> Tensor:
@@ -86,7 +84,7 @@ class ClosureTrainer(Trainer):
     def check_fit(self) -> None:
         """Raise ConfigError if anything is used that does not go with a closure."""
         require_objective("objective", self.objective)
-        plan, spikes, optimizer = self.plan, spikes_of(self), cast(MasterWeights, self.optimizer)
+        plan, spikes = self.plan, spikes_of(self)
         clips = plan.clip_norm is not None or plan.clip_value is not None
         obstacles = {
             _HALF_WEIGHTS: self.precision.policy.mode == "mixed",
@@ -98,4 +96,4 @@ class ClosureTrainer(Trainer):
         }
         for obstacle, present in obstacles.items():
             if present:
-                raise _goes_without(optimizer.optimizer, obstacle)
+                raise _goes_without(self.optimizer.optimizer, obstacle)

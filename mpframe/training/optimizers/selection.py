@@ -12,9 +12,6 @@ from torch import nn
 
 from mpframe.core.errors import ConfigError, nearest
 
-DEFAULT = "default"
-"""The group of the parameters that no other group takes."""
-
 Selected = dict[str, list[nn.Parameter]]
 
 
@@ -48,34 +45,29 @@ def divide_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> 
 
 def group_parameters(model: nn.Module, selections: Mapping[str, Selection]) -> Selected:
     """Return each group's trainable parameters, first `default`. ConfigError for an idle group."""
-    names = [name for name, _ in model.named_parameters()]
+    names = list(dict(model.named_parameters()))
     for group, selection in selections.items():
         option = f"optimizer.groups.{group}.parameters"
         refuse_idle(option, "parameter", selection.parameters, names)
     groups, rest = _select("optimizer.groups", model, selections)
-    return {DEFAULT: list(rest.values()), **groups} if rest else groups
+    return {"default": list(rest.values()), **groups} if rest else groups
 
 
 def _select(
     option: str, model: nn.Module, selections: Mapping[str, Selection]
 ) -> tuple[Selected, dict[str, nn.Parameter]]:
     """Return what each selection takes, and by name what none takes. ConfigError: one is empty."""
-    taken: Selected = {name: [] for name in selections}
-    rest = {}
-    for name, p in model.named_parameters():
-        if p.requires_grad:
-            taker = next((part for part, one in selections.items() if one.takes(name, p)), None)
-            if taker is None:
-                rest[name] = p
-            else:
-                taken[taker].append(p)
-    for name, parameters in taken.items():
-        if not parameters:
-            patterns = list(selections[name].parameters)
-            names = [name for name, _ in model.named_parameters()]
+    named = dict(model.named_parameters())
+    rest = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    taken: Selected = {}
+    for part, selection in selections.items():
+        names = [name for name, parameter in rest.items() if selection.takes(name, parameter)]
+        taken[part] = [rest.pop(name) for name in names]
+        if not names:
+            patterns = list(selection.parameters)
             raise ConfigError(
-                f"{option}.{name}.parameters={patterns}: no parameter is left for it; "
-                f"{hint(patterns[0] if patterns else '', names)}"
+                f"{option}.{part}.parameters={patterns}: no parameter is left for it; "
+                f"{hint(patterns[0] if patterns else '', list(named))}"
             )
     return taken, rest
 

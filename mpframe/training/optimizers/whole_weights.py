@@ -28,8 +28,7 @@ def _is_in_parts(name: str, value: Tensor, place: Tensor) -> bool:
 def gather(place: Tensor, part: Tensor) -> Tensor:
     """Return the whole tensor of which this rank holds `part`, as it holds one of `place`."""
     tensor: Any = shard_like(place, part)
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-    return whole
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[no-any-return]
 
 
 class WholeWeights(Optimizer):
