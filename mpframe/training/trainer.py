@@ -1,7 +1,7 @@
 """The trainer: the engine's step, and the loop around it. Logs and checkpoints are callbacks."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpframe.checkpoint.state import rng_state
 from mpframe.core.callback import Batch, Callback
-from mpframe.core.errors import CheckpointError, ConfigError, UserCodeError
+from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling
 from mpframe.core.optim.widening import list_widened, widen_named
 from mpframe.core.step_result import StepResult
@@ -20,7 +20,7 @@ from mpframe.core.user_code import blame, name_of
 from mpframe.precision.precision import Precision
 from mpframe.tracking.summary import Status
 from mpframe.training.extra_state import ExtraState
-from mpframe.training.optimizers.multi_optimizer import largest, with_verdicts
+from mpframe.training.optimizers.multi_optimizer import largest, load_states, with_verdicts
 from mpframe.training.plan import Plan, Progress
 from mpframe.training.probe import probe_amax, wants_probe
 
@@ -131,8 +131,7 @@ class Trainer(StepTrainer):
         known = len(results) == 1 and results[0].verdict
         for result in results if known else with_verdicts(results):
             self.progress.count_step(result)
-            if self.algorithms or self.callbacks:
-                self._call("on_optimizer_step", result)
+            self._call("on_optimizer_step", result)
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
@@ -171,8 +170,7 @@ class Trainer(StepTrainer):
         """
         batch, total = self.on_device(batch), 0.0
         for part in self.objectives:
-            casts = self.precision.cast()
-            loss = part(self.compiled_model, batch, casts).loss
+            loss = part(self.compiled_model, batch, self.precision.cast()).loss
             (loss * scale).backward(inputs=part.parameters)  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         return total
@@ -300,18 +298,3 @@ def in_batch(split: str, epoch: int, number: int, loader: Any, count: int = 1) -
             last = f", sample {ids[row]}" if len(ids) == rows else ""
         error.args = (f"{error} ({split}, epoch {epoch}, batch {number}{last})",)
         raise
-
-
-def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
-    """Load a state into each object. CheckpointError if the names differ."""
-    if named and states and set(named) != set(states):
-        raise CheckpointError(
-            f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "
-            "the optimizers it was made with"
-        )
-    for name in named.keys() & states.keys():
-        named[name].load_state_dict(states[name])
-
-
-def _names(given: Iterable[str]) -> str:
-    return ", ".join(name or "a single one" for name in sorted(given))

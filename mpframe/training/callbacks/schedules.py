@@ -38,8 +38,9 @@ from mpframe.core.ranges import FRACTION, NOT_NEGATIVE, POSITIVE, Range, require
 from mpframe.core.step_result import StepResult
 from mpframe.core.user_code import user_code
 from mpframe.training.evaluation import Evaluation
+from mpframe.training.optimizers.multi_optimizer import load_states
 from mpframe.training.plan import Progress
-from mpframe.training.trainer import Trainer, load_states
+from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ their gradients. Parts with a loss each are scaled and clipped apart. One scaler
 told the largest gradient of any.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -36,13 +36,8 @@ _Grads = Mapping[str, Gradients]
 class MultiOptimizer:
     """Optimizers that step together, used as one `MasterWeights` is.
 
-    Args:
-        parts: by name, no parameter in two of them, all on one device, none with a closure.
-        skip: `all` or `each`, see above.
-        own_losses: each part lowers the loss that has its name.
-
-    Raises:
-        ConfigError: a parameter is in two parts, or `skip` is another word.
+    `parts` are all on one device, none with a closure. With `own_losses` each part lowers the loss
+    that has its name. ConfigError: a parameter is in two parts, or `skip` is no word from above.
     """
 
     needs_closure = False
@@ -127,7 +122,11 @@ class MultiOptimizer:
         if all(gradients.no_new for gradients in grads.values()):
             raise no_new_gradients()
         norms = {name: part.norm_of(grads[name]) for name, part in self.parts.items()}
-        skips = self._skips(grads, norms if max_norm is not None else {})
+        skips = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
+        if max_norm is not None:  # Clipping by an infinite norm would make gradients zero.
+            skips = {name: skips[name] | not_finite(norm) for name, norm in norms.items()}
+        if self.skip == "all":
+            skips = dict.fromkeys(skips, torch.stack([*skips.values()]).any())
         if skip_mask is not None:
             skips = {name: skipped | skip_mask for name, skipped in skips.items()}
         if max_norm is not None:
@@ -135,8 +134,7 @@ class MultiOptimizer:
         verdicts: dict[str, Verdict | None] = dict.fromkeys(self.parts)
         if not all(part.skips_on_device for part in self.parts.values()):
             steps = [(skips[name], gradients.dropped) for name, gradients in grads.items()]
-            known = read_verdicts(steps)
-            verdicts = dict(zip(self.parts, known, strict=True))
+            verdicts = dict(zip(self.parts, read_verdicts(steps), strict=True))
         results = {}
         for name, part in self.parts.items():
             gradients, norm, skipped = grads[name], norms[name], skips[name]
@@ -157,30 +155,14 @@ class MultiOptimizer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. Raises CheckpointError if it is of other parts."""
-        if set(state) != set(self.parts):
-            raise CheckpointError(
-                f"optimizer.parts: the checkpoint has {', '.join(sorted(map(str, state)))}, this "
-                f"run {', '.join(sorted(self.parts))}; resume with the optimizers it was made with"
-            )
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
+        load_states(self.parts, state, "optimizer.parts")
 
     def masters_by_name(self, model: nn.Module) -> dict[str, Tensor]:
-        named: dict[str, Tensor] = {}
-        for part in self.parts.values():
-            named |= part.masters_by_name(model)
-        return named
+        parts = self.parts.values()
+        return {n: w for part in parts for n, w in part.masters_by_name(model).items()}
 
     def load_masters(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         load_weights(model, self.masters_by_name(model), weights)
-
-    def _skips(self, grads: _Grads, norms: _Tensors) -> dict[str, Tensor]:
-        """Return which parts skip. Clipping by an infinite norm would make gradients zero."""
-        bad = {name: not_finite(gradients.amax) for name, gradients in grads.items()}
-        bad |= {name: bad[name] | not_finite(norm) for name, norm in norms.items()}
-        if self.skip == "all":
-            bad = dict.fromkeys(bad, torch.stack([*bad.values()]).any())
-        return bad
 
     def _clip(self, grads: _Grads, norms: _Tensors, skips: _Tensors, max_norm: float) -> None:
         # A part that skips must not spoil the others' norm with its inf.
@@ -250,3 +232,18 @@ def _update_scalers(scaler: Any, grads: _Grads) -> None:
 def parts_of(optimizer: Any) -> dict[str, MasterWeights]:
     """Return the optimizers that make one step, by name, "" for a single one."""
     return optimizer.parts if isinstance(optimizer, MultiOptimizer) else {"": optimizer}
+
+
+def load_states(named: Mapping[str, Any], states: Mapping[str, Any], option: str) -> None:
+    """Load a state into each object. CheckpointError if the names differ."""
+    if named and states and set(named) != set(states):
+        raise CheckpointError(
+            f"{option}: the checkpoint has {_names(states)}, this run {_names(named)}; resume with "
+            "the optimizers it was made with"
+        )
+    for name in named.keys() & states.keys():
+        named[name].load_state_dict(states[name])
+
+
+def _names(given: Iterable[str]) -> str:
+    return ", ".join(name or "a single one" for name in sorted(given))
