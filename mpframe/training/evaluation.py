@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self, cast
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from mpframe.checkpoint.folder import rank
 from mpframe.core.callback import Batch
 from mpframe.core.comm import Comm, Count, apply_weight
 from mpframe.core.errors import UserCodeError
-from mpframe.core.objective import StepOutput
 from mpframe.core.optim.gradients import as_count
 from mpframe.core.tree import device_of, map_tensors, widest
 from mpframe.core.user_code import name_of, user_code
@@ -61,7 +60,10 @@ class NamedMetric:
     def __init__(self, name: str, code: Any, device: torch.device | None = None) -> None:
         self._option = f"metrics.{name}:"
         with user_code(self._option, code):
-            self._metric: Any = _make_fresh(code)
+            again = hasattr(code, "reset") and not isinstance(code, type)
+            self._metric: Any = code if again else code()
+            if again:
+                code.reset()
             if device is not None and hasattr(self._metric, "to"):
                 self._metric = self._metric.to(device)
         for method in ("update", "compute"):
@@ -162,13 +164,6 @@ def _merges(metric: Any) -> bool:
     return callable(getattr(metric, "merge", None))
 
 
-def _make_fresh(code: Any) -> Any:
-    if isinstance(code, type) or not hasattr(code, "reset"):
-        return code()
-    code.reset()
-    return code
-
-
 @dataclass(frozen=True)
 class Evaluator:
     """Evaluates a trainer's model."""
@@ -196,30 +191,28 @@ class Evaluator:
             for number, batch in enumerate(loader.epoch(0)):
                 run_callbacks(trainer.callbacks, "on_prediction_step", trainer)
                 with in_batch(split, 0, number, loader):
-                    sums += self._evaluate_batch(trainer, number, batch, metrics)
+                    self._evaluate_batch(trainer, number, batch, metrics, sums)
         return metrics.evaluation(sums)
 
     def _evaluate_batch(
-        self, trainer: Trainer, number: int, batch: Batch | None, metrics: Metrics
-    ) -> Tensor:
-        """Return this rank's losses times their counts, and the counts: [2]."""
-        device, missing = device_of(trainer.model), batch is None
-        batch = _batch_of_any(trainer.comm, batch)
-        computed = [] if batch is None else self._compute(trainer, batch)
-        if missing or not computed:
+        self, trainer: Trainer, number: int, batch: Batch | None, metrics: Metrics, sums: Tensor
+    ) -> None:
+        """Add to `sums`, [2], this rank's losses times their counts, and the counts."""
+        model = trainer.compiled_model
+        shown, computed = _batch_of_any(trainer.comm, batch), []
+        if shown is not None:
+            shown = trainer.on_device(shown)
+            with trainer.precision.cast():
+                computed = [part(model, shown) for part in trainer.objectives]
+        if batch is None:
             metrics.update(None)
-            return torch.zeros(2, dtype=widest(device), device=device)
+            return
         first = computed[0]
         metrics.update((first.outputs, first.targets))
         run_callbacks(trainer.callbacks, "on_prediction_end", trainer, number, batch, first)
-        count = as_count(cast(Count, first.count), device)
+        count = as_count(cast(Count, first.count), sums.device)
         losses = [apply_weight(output.loss.to(count.dtype), count) for output in computed]
-        return torch.stack([torch.stack(losses).sum(), count])
-
-    def _compute(self, trainer: Trainer, batch: Batch) -> list[StepOutput]:
-        batch, model = trainer.on_device(batch), trainer.compiled_model
-        with trainer.precision.cast():
-            return [part(model, batch) for part in trainer.objectives]
+        sums += torch.stack([torch.stack(losses).sum(), count])
 
 
 def _batch_of_any(comm: Comm, batch: Batch | None) -> Batch | None:
@@ -256,15 +249,4 @@ class Best:
         return True
 
     def __str__(self) -> str:
-        if self.value is None:
-            return "nan"
-        return f"{self.value:g}" + ("" if self.step is None else f" (step {self.step})")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
-        return asdict(self)
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Self:
-        """Make one from what `state_dict` returned."""
-        return cls(**state)
+        return "nan" if self.value is None else f"{self.value:g} (step {self.step})"

@@ -1,5 +1,6 @@
 """Callbacks and metrics, on their own and in a run: order, states, errors, what they write."""
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +47,7 @@ def trainer_with(callbacks: dict[str, Callback]) -> Any:
     return prepared(nn.Linear(2, 1), nn.MSELoss(), callbacks=callbacks)
 
 
-STATE = {"best": Best("accuracy", 0.5, 3).state_dict(), "waited": 1}
+STATE = {"best": asdict(Best("accuracy", 0.5, 3)), "waited": 1}
 
 
 @pytest.mark.parametrize(("saved", "said"), [

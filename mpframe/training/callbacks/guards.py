@@ -4,6 +4,7 @@ training/interruption.py ends a run that a signal asked to stop.
 """
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -141,10 +142,10 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best.state_dict(), "waited": self._waited}
+        return {"best": asdict(self._best), "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._best, self._waited = Best.from_state(state["best"]), int(state["waited"])
+        self._best, self._waited = Best(**state["best"]), int(state["waited"])
 
     def _stop_if_due(self, trainer: Trainer) -> None:
         if self._waited >= self._patience:

@@ -51,7 +51,7 @@ class Results(Callback):
         return {
             "loss": None if self.loss is None else float(self.loss),
             "evaluation": None if self.evaluation is None else asdict(self.evaluation),
-            "best": self.best.state_dict(),
+            "best": asdict(self.best),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Results(Callback):
                 dict(held["higher_is_better"]),
                 str(held["monitor"]),
             )
-        self.best = Best.from_state(state["best"])
+        self.best = Best(**state["best"])
 
 
 class Throughput(Callback):
