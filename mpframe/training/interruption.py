@@ -51,16 +51,12 @@ class Interruption(Callback):
 
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """Only note a signal, for `raise_if_received`, within the block."""
+        """Only note a signal, for the end of the step, within the block."""
         self._deferring = True
         try:
             yield
         finally:
             self._deferring = False
-
-    def raise_if_received(self) -> None:
-        if self.received is not None:
-            raise RunInterrupted(self.received)
 
     def on_prediction_step(self, trainer: Trainer) -> None:
         """Abandon the validation if a signal came. A resumed run validates again."""
@@ -73,7 +69,8 @@ class Interruption(Callback):
             if not number:  # A signal that came since then waits, so that all ranks stop together.
                 return
             self.received = signal.Signals(number)
-        self.raise_if_received()
+        if self.received is not None:
+            raise RunInterrupted(self.received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process or self.received is not None:
@@ -81,8 +78,7 @@ class Interruption(Callback):
         self.received = signal.Signals(number)
         if not self._deferring:
             self.raised = True
-            self.raise_if_received()
-        if place().rank:
-            return  # Rank 0 says it.
+            raise RunInterrupted(self.received)
         # Not through the log: the signal may have come while that was being written.
-        os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())
+        if place().rank == 0:
+            os.write(2, f"\n{self.received.name}: stopping after this step\n".encode())

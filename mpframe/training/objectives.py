@@ -70,8 +70,10 @@ def model_loss(model: nn.Module, batch: Any) -> StepOutput:
             "labels, or use an objective that computes the loss"
         )
     with outside_casts():
-        count = _count_labels(arguments, model)
-        return StepOutput(loss, to_fp32(_outputs(result)), targets, count)
+        outputs = _get(result, "logits")
+        if outputs is None and isinstance(result, Mapping):
+            outputs = {name: value for name, value in result.items() if name != "loss"} or None
+        return StepOutput(loss, to_fp32(outputs), targets, _count_labels(arguments, model))
 
 
 def _split(batch: Any) -> tuple[Mapping[str, Any], Any]:
@@ -99,13 +101,6 @@ def _count_labels(arguments: Mapping[str, Any], model: nn.Module) -> Tensor | No
     if shifted is None and not to_decoder and any(name in str(kind) for name in _SHIFTS_LABELS):
         labels = labels[..., 1:]
     return (labels != -100).sum()  # torch ignores these by default
-
-
-def _outputs(result: Any) -> Any:
-    logits = _get(result, "logits")
-    if logits is None and isinstance(result, Mapping):
-        return {name: value for name, value in result.items() if name != "loss"} or None
-    return logits
 
 
 def _get(result: Any, name: str) -> Any:

@@ -109,13 +109,10 @@ class Progress:
         self.dropped += dropped
         if result.parts is None:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        else:
-            self._count_parts(result.parts)
-            self.skipped_in_a_row = max(self.part_skips_in_a_row.values())
-
-    def _count_parts(self, parts: Mapping[str, StepResult]) -> None:
-        for name, part in parts.items():
+            return
+        for name, part in result.parts.items():
             skipped = part.known.skipped
             self.part_skips[name] = self.part_skips.get(name, 0) + skipped
             before = self.part_skips_in_a_row.get(name, 0)
             self.part_skips_in_a_row[name] = before + 1 if skipped else 0
+        self.skipped_in_a_row = max(self.part_skips_in_a_row.values())

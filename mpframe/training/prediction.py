@@ -53,7 +53,10 @@ class Predictions:
         known = targets.detach().cpu() if self._targets and isinstance(targets, Tensor) else None
         numbers = known is not None and known.dim() == 1 and not known.is_floating_point()
         fitting = "class" if _is_logits(named) and (self._class_names or numbers) else "raw"
-        kind, size = self._outputs or fitting, _samples_in(named)
+        sizes = {len(tensor) if tensor.dim() else 0 for tensor in named.values()}
+        if len(sizes) != 1 or 0 in sizes:
+            raise _not_a_row_each(_shapes(named))
+        kind, size = self._outputs or fitting, sizes.pop()
         columns: Columns = {"index": np.arange(self.count, self.count + size)}
         if self._samples is not None:
             columns = {"name": list(self._samples[self.count : self.count + size])}
@@ -102,13 +105,6 @@ def _is_logits(named: dict[str, Tensor]) -> bool:
 def _shapes(named: dict[str, Tensor]) -> str:
     shapes = (f"{name or 'a tensor'} {tuple(tensor.shape)}" for name, tensor in named.items())
     return ", ".join(shapes) or "no tensor"
-
-
-def _samples_in(named: dict[str, Tensor]) -> int:
-    sizes = {len(tensor) if tensor.dim() else 0 for tensor in named.values()}
-    if len(sizes) != 1 or 0 in sizes:
-        raise _not_a_row_each(_shapes(named))
-    return sizes.pop()
 
 
 def _not_a_row_each(given: str) -> ConfigError:

@@ -70,8 +70,11 @@ def probe_amax(
         if values.numel():
             amaxes.append(values.detach().abs().max().float())
 
+    ops = precision.policy.ops  # Nothing stays allowed in half: every listed op widens its inputs.
+    wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
+    casts = Precision("amp", precision.policy.half, ops=wide).cast()
     with preserve_state(model), _wide_weights(model):
-        with _all_fp32(precision).cast(), _watch_outputs(model, see) as stack:
+        with casts, _watch_outputs(model, see) as stack:
             loss = NamedObjective("", objective)(model, batch).loss
             # A divided weight's gradient is this rank's, in the format in which it is gathered.
             if comm.sharding is not None:
@@ -115,10 +118,3 @@ def _watch_outputs(model: nn.Module, see: Callable[[Tensor], None]) -> ExitStack
     for module in model.modules():
         stack.enter_context(module.register_forward_hook(watch))
     return stack
-
-
-def _all_fp32(precision: Precision) -> Precision:
-    """Return the same lists with nothing allowed in half: every listed op widens its inputs."""
-    ops = precision.policy.ops
-    wide = OpLists(deny=ops.allow | ops.deny | OpLists.named().allow, infer=ops.infer - ops.allow)
-    return Precision("amp", precision.policy.half, ops=wide)

@@ -14,7 +14,7 @@ from mpframe.core.errors import nearest
 from mpframe.data.loading import Loader
 from mpframe.tracking.logger import Loggers
 from mpframe.training.callbacks.results import Results, Throughput
-from mpframe.training.trainer import Callbacks, Trainer, run_callbacks
+from mpframe.training.trainer import Trainer, run_callbacks
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +56,6 @@ def _tear_down(
         if error is None:
             raise
         log.warning("warning: %s", further)  # The error that came first ends the run.
-
-
-def states_of(callbacks: Callbacks) -> dict[str, dict[str, Any]]:
-    """Return the state of each callback that has one, by its name."""
-    return run_callbacks({n: one for n, one in callbacks.items() if has_state(one)}, "state_dict")
 
 
 def has_state(callback: Callback) -> bool:

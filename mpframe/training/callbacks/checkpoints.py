@@ -33,7 +33,7 @@ from mpframe.tracking import records_in
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.evaluation import LOSS
 from mpframe.training.ranks import refuse_drift
-from mpframe.training.run_context import RunContext, states_of
+from mpframe.training.run_context import RunContext, has_state
 from mpframe.training.trainer import Trainer, run_callbacks
 
 log = logging.getLogger(__name__)
@@ -150,13 +150,14 @@ class Checkpoints(Callback):
     def _snapshot(self, trainer: Trainer) -> Snapshot:
         rng = trainer.rng_before_validation or checkpoint.rng_state()
         of_rank = {"rng": rng, "products": trainer.precision.state_dict()}
+        with_state = {name: one for name, one in trainer.callbacks.items() if has_state(one)}
         return Snapshot(
             trainer.progress.global_step,
             {
                 "trainer": trainer.state_dict(),
                 "rng": of_rank["rng"],
                 OTHER_RANKS: of_other_ranks(trainer.comm, of_rank),
-                "callbacks": states_of(trainer.callbacks),
+                "callbacks": run_callbacks(with_state, "state_dict"),
                 "usage": dict(self._context.usage),
             },
             self._context.config,
