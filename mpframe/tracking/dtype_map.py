@@ -5,7 +5,7 @@ policy.py, like each op's handler, so the table cannot differ from the run.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,11 +19,10 @@ from mpframe.precision.op_lists import WITH_STATISTICS
 from mpframe.precision.policy import Compute, Policy
 from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of, op_of
-from mpframe.precision.trace import Use, WeightUses
+from mpframe.precision.trace import Use
 
-_HEAD = ("module", "type", "weights", "computes in", "why")
+_HEAD = ("module", "type", "weights", "computes in", "why", "products")
 _SHOWN = 4  # Reasons for weights that stay fp32.
-_PRODUCTS = "products"  # The column is there if there are products below 16 bits.
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,26 @@ class Row:
 
 def dtype_map(precision: Precision, model: nn.Module) -> list[Row]:
     """Return a row for each module that holds parameters or runs an op, in the model's order."""
-    uses = precision.uses(model)
-    formats = formats_of(model, precision.policy, uses)
-    rows = [_row(name, module, precision, formats, uses) for name, module in model.named_modules()]
-    return [row for row in rows if row.storage is not None or row.compute != "-"]
+    policy, uses = precision.policy, precision.uses(model)
+    formats = formats_of(model, policy, uses)
+    rows = []
+    for name, module in model.named_modules():
+        op, parameters = op_of(module), list(module.parameters(recurse=False))
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in parameters:
+            sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
+        storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
+        users = sorted({use for weight in parameters for use in uses.by_weight.get(weight, ())})
+        compute, why = _compute_and_why(name, op, policy, users)
+        if uses.called and name not in uses.called and not users:
+            why += ", never called"
+        readers = [(use.op, use.pin(policy)) for use in users]
+        said = (handler.describe(name, module, op, readers) for handler in precision.op_handlers)
+        products = "; ".join(filter(None, said))
+        kind = type(module).__name__.removeprefix("FSDP")
+        if storage is not None or compute != "-":
+            rows.append(Row(name, kind, storage, compute, why, products))
+    return rows
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
@@ -78,12 +93,12 @@ def _joined(named: list[tuple[list[str], Row]], place: int) -> tuple[list[str], 
 
 
 def as_table(rows: list[Row]) -> str:
-    shown = len(_HEAD) + any(row.products for row in rows)
-    cells = [(*_HEAD, _PRODUCTS)[:shown]]
+    head = _HEAD if any(row.products for row in rows) else _HEAD[:-1]
+    cells: list[Sequence[str]] = [head]
     for row in rows:
         stored = "-" if row.storage is None else dtype_name(row.storage)
         name = row.module or "(model)"
-        cells.append((name, row.kind, stored, row.compute, row.why, row.products)[:shown])
+        cells.append((name, row.kind, stored, row.compute, row.why, row.products)[: len(head)])
     rule = ["-" * max(map(len, column)) for column in zip(*cells, strict=True)]
     return align([cells[0], rule, *cells[1:]])
 
@@ -100,57 +115,29 @@ def describe(precision: Precision, model: nn.Module, *, folded: bool = False) ->
 def _fp32_share(precision: Precision, model: nn.Module, rows: Sequence[Row]) -> list[str]:
     """Return the share of weights in fp32, then a line for each reason, the weightiest first."""
     formats = formats_of(model, precision.policy, precision.uses(model))
+    reasons = {row.module: row.why for row in rows}
     parts: dict[str, Counter[str]] = {}
-    counted: set[nn.Parameter] = set()  # A weight that several modules share counts for the first.
-    for row in rows:
-        for parameter in model.get_submodule(row.module).parameters(recurse=False):
-            known = is_lazy(parameter) or parameter in counted
-            if formats[parameter] == torch.float32 and not known:
-                counted.add(parameter)
-                parts.setdefault(row.why, Counter())[row.module] += parameter.numel()
-    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    total = 0
+    for name, parameter in model.named_parameters():  # A shared weight counts for the first module.
+        if not is_lazy(parameter):
+            total += parameter.numel()
+            if formats[parameter] == torch.float32:
+                module = name.rpartition(".")[0]
+                parts.setdefault(reasons[module], Counter())[module] += parameter.numel()
     share = _percent(sum(sizes.total() for sizes in parts.values()), total)
     lines = [f"float32: {share} of {total:,} weights"]
     for reason, sizes in sorted(parts.items(), key=lambda part: -part[1].total())[:_SHOWN]:
         modules = [name for name, _ in sizes.most_common()]
-        where = few([name or "(model)" for name in modules], 1)
-        way_out = _way_out(model, modules[0], precision.policy)
-        lines.append(f"  {_percent(sizes.total(), total)}: {reason}: {where}{way_out}")
+        where, first = few([name or "(model)" for name in modules], 1), modules[0]
+        lines.append(f"  {_percent(sizes.total(), total)}: {reason}: {where}")
+        may_be_half = op_of(model.get_submodule(first)) not in WITH_STATISTICS
+        if may_be_half and not precision.policy.format_pin_of(first):
+            lines[-1] += f"; half with ops.modules[{first or '*'!r}]=half"
     return lines
-
-
-def _way_out(model: nn.Module, name: str, policy: Policy) -> str:
-    """Return the pin that stores the module's weights in half, if one does."""
-    if policy.format_pin_of(name) or op_of(model.get_submodule(name)) in WITH_STATISTICS:
-        return ""
-    return f"; half with ops.modules[{name or '*'!r}]=half"
 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.3g} %"
-
-
-def _row(
-    name: str,
-    module: nn.Module,
-    precision: Precision,
-    formats: Mapping[nn.Parameter, torch.dtype],
-    uses: WeightUses,
-) -> Row:
-    policy, op = precision.policy, op_of(module)
-    parameters = list(module.parameters(recurse=False))
-    sizes: Counter[torch.dtype] = Counter()
-    for parameter in parameters:
-        sizes[formats[parameter]] += 1 if is_lazy(parameter) else parameter.numel()
-    storage = max(sizes, key=lambda dtype: (sizes[dtype], dtype.itemsize), default=None)
-    users = sorted({use for weight in parameters for use in uses.by_weight.get(weight, ())})
-    compute, why = _compute_and_why(name, op, policy, users)
-    if uses.called and name not in uses.called and not users:
-        why += ", never called"
-    readers = [(use.op, use.pin(policy)) for use in users]
-    said = (handler.describe(name, module, op, readers) for handler in precision.op_handlers)
-    products = "; ".join(filter(None, said))
-    return Row(name, type(module).__name__.removeprefix("FSDP"), storage, compute, why, products)
 
 
 def _compute_and_why(
