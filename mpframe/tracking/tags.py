@@ -13,15 +13,6 @@ Losses and gradients are unscaled. A tag of a user's own callback needs no line 
 import re
 from enum import StrEnum
 from functools import cache
-from typing import NamedTuple
-
-
-class Meaning(NamedTuple):
-    """The meaning of a tag: its unit, or `none`, and a sentence without a full stop."""
-
-    unit: str
-    text: str
-
 
 KINDS = {
     "weights": "the weights, as stored",
@@ -31,6 +22,7 @@ KINDS = {
     "updates": "what the step added to the master weights",
 }
 
+# A tag, its unit or `none`, and its meaning: a sentence without a full stop.
 _TABLE = """
 loss/train | loss | the mean loss of the step's samples
 loss/val | loss | the mean loss of all validation samples
@@ -99,12 +91,8 @@ numerics/products/signal_to_noise | decibels | a row for each operand of each la
 """
 
 
-def _meanings() -> dict[str, Meaning]:
-    rows = (row.split(" | ") for row in _TABLE.replace("\n    ", " ").strip().split("\n"))
-    return {tag: Meaning(unit, text) for tag, unit, text in rows}
-
-
-MEANINGS = _meanings()
+_ROWS = (row.split(" | ") for row in _TABLE.replace("\n    ", " ").strip().split("\n"))
+MEANINGS = {tag: (unit, text) for tag, unit, text in _ROWS}
 
 
 class Tag(StrEnum):
@@ -143,12 +131,12 @@ def metric_tag(name: str, split: str = "val") -> str:
 
 def describe_tag(tag: str) -> str | None:
     """Return what TensorBoard says beside a chart, as Markdown, if the table has its tag."""
-    for known, meaning in MEANINGS.items():
+    for known, (unit, text) in MEANINGS.items():
         if found := _expression(known).fullmatch(tag):
             names = found.groupdict()
-            text = meaning.text.replace("NAME", f"`{names.get('NAME')}`")
+            text = text.replace("NAME", f"`{names.get('NAME')}`")
             counted = f" Counted: {KINDS[names['KIND']]}." if "KIND" in names else ""
-            return f"{text} (unit: {meaning.unit}).{counted}"
+            return f"{text} (unit: {unit}).{counted}"
     return None
 
 

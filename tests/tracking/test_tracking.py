@@ -59,7 +59,7 @@ def test_numbers_of_any_dtype_share_one_event_and_are_read_in_one_transfer(
 
 
 def test_the_page_says_what_every_tag_means() -> None:
-    assert all(own.unit and own.text for own in MEANINGS.values())
+    assert all(unit and text for unit, text in MEANINGS.values())
     assert {*Tag} <= {*MEANINGS}
     page = (ROOT / "docs" / "tensorboard.md").read_text()
     rows = re.findall(r"^\| `(\S+/.+?)` \| (.+) \| (.+?) \|$", page, re.M)
