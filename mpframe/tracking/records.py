@@ -62,7 +62,6 @@ def read_amax(path: Path) -> npt.NDArray[np.float64]:
 
 CSV_FILE = "metrics.csv"
 _STEP = re.compile(r"\d{1,18}")  # A stranger's file may have more than `int` reads.
-Row = Mapping[str, float | int | str]
 
 
 class MetricsCsv:
@@ -81,10 +80,10 @@ class MetricsCsv:
         head = {name: name for name in self._columns}
         write_atomically(self._path, self._lines([head, *kept]))
 
-    def add(self, *rows: Row) -> None:
+    def add(self, *rows: Mapping[str, float | int | str]) -> None:
         append_whole(self._path, self._lines(rows).encode())
 
-    def _lines(self, rows: Iterable[Row]) -> str:
+    def _lines(self, rows: Iterable[Mapping[str, object]]) -> str:
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
         for row in rows:

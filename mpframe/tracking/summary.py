@@ -18,7 +18,6 @@ from mpframe.files.plain_file import read_regular
 
 FILE_NAME = "summary.json"
 _LARGEST = 2**20  # bytes
-_VAL, _TEST = "val_", "test_"
 
 
 class Status(StrEnum):
@@ -84,7 +83,7 @@ class Summary:
         entries = asdict(self)
         name, value = entries.pop("metric"), entries.pop("val_metric")
         measured = ({} if name is None else {name: value}) | entries.pop("other_metrics")
-        for prefix, metrics in ((_VAL, measured), (_TEST, entries.pop("test_metrics"))):
+        for prefix, metrics in (("val_", measured), ("test_", entries.pop("test_metrics"))):
             entries |= {f"{prefix}{name}": value for name, value in metrics.items()}
         write_atomically(folder / FILE_NAME, strict_json(entries))
 
@@ -95,13 +94,17 @@ class Summary:
         content = read_regular(path, _LARGEST)
         try:
             entries: dict[str, Any] = _numbers_in(json.loads(content))
-            metrics, tested = _take_metrics(entries, _VAL), _take_metrics(entries, _TEST)
+            metrics, tested = _take_metrics(entries, "val_"), _take_metrics(entries, "test_")
             if metrics:
                 entries["metric"] = name = next(iter(metrics))  # `write` puts it first.
                 entries["val_metric"] = metrics.pop(name)
             entries.update(other_metrics=metrics, test_metrics=tested)
             entries["status"] = Status(entries["status"])
-            return cls(**_check_types(cls, entries))
+            hints = get_type_hints(cls)
+            for name, value in entries.items():
+                if name in hints and not _is_of(value, hints[name]):
+                    raise ValueError(f"{name} is {value!r:.40}")
+            return cls(**entries)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
             what = f"{path}: not a run's summary ({said:.120})"
@@ -130,15 +133,6 @@ def _take_metrics(entries: dict[str, Any], prefix: str) -> dict[str, Any]:
     """Take the metrics of a split out of the entries, and return them by name."""
     keys = [key for key in entries if key.startswith(prefix) and key != f"{prefix}loss"]
     return {key.removeprefix(prefix): entries.pop(key) for key in keys}
-
-
-def _check_types(summary: type[Summary], entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a file that may hold anything, each of its field's type."""
-    hints = get_type_hints(summary)
-    for name, value in entries.items():
-        if name in hints and not _is_of(value, hints[name]):
-            raise ValueError(f"{name} is {value!r:.40}")
-    return entries
 
 
 def _is_of(value: Any, hint: Any) -> bool:

@@ -14,13 +14,12 @@ begins with a START record at its first step s, which hides every earlier record
 
 import base64
 import io
-import itertools
 import os
 import socket
 import time
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ _PLUGINS = {
 }
 
 _SECONDS = 5.0  # for which records wait in memory
-_NUMBERS = itertools.count()
+_NUMBERS = count()
 
 
 class Tracker(Logger):
@@ -88,7 +87,7 @@ class Tracker(Logger):
         self._add(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def histogram(self, tag: str, counts: Numbers, edges: Numbers, step: int) -> None:
-        filled = [index for index, count in enumerate(counts) if count]
+        filled = [index for index, number in enumerate(counts) if number]
         first, last = filled[0], filled[-1] + 1
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
         histogram = summaries.histogram_raw(  # type: ignore[no-untyped-call]
@@ -118,14 +117,19 @@ class Tracker(Logger):
             config: value by option. Numbers stay numbers, all else is written as text. TensorBoard
                 drops a column that some runs lack, and cannot sort one that mixes both.
             metrics: the tags that are the table's results.
-            first: the keys whose columns come first, because runs differ in them.
+            first: the options whose columns come first, because runs differ in them.
         """
         values = {
             key: str(value).lower() if value is None or isinstance(value, bool) else value
             for key, value in config.items()
         }
         experiment, start, _ = summaries.hparams(values, dict.fromkeys(metrics))  # type: ignore[no-untyped-call]
-        self._add(_with_first(experiment, first))
+        plugin_data = experiment.value[0].metadata.plugin_data
+        content = plugin_data_pb2.HParamsPluginData.FromString(plugin_data.content)
+        for info in content.experiment.hparam_infos:
+            info.differs = info.name in first  # TensorBoard shows these columns first.
+        plugin_data.content = content.SerializeToString()
+        self._add(experiment)
         self._add(start)
 
     def mark_finished(self) -> None:
@@ -175,8 +179,10 @@ class Tracker(Logger):
         self.flush()
 
     def _add(self, summary: Summary, step: int | None = None) -> None:
-        if step is not None:
-            self._keep(summary, step)
+        if step is not None and step > self._step:
+            self._step, self._of_step = step, []
+        if step == self._step:
+            self._of_step.append(base64.b64encode(summary.SerializeToString()).decode())
         for value in summary.value:
             if value.tag not in self._explained:
                 self._explained.add(value.tag)
@@ -184,12 +190,6 @@ class Tracker(Logger):
         self._write(Event(summary=summary, step=self._first_step if step is None else step))
         if time.monotonic() - self._flushed >= _SECONDS:
             self.flush()
-
-    def _keep(self, summary: Summary, step: int) -> None:
-        if step > self._step:
-            self._step, self._of_step = step, []
-        if step == self._step:
-            self._of_step.append(base64.b64encode(summary.SerializeToString()).decode())
 
     def _write(self, event: Any) -> None:
         event.wall_time = time.time()
@@ -219,10 +219,7 @@ def read_step(last_step: Any) -> tuple[int, list[Any]]:
 
 
 def _name_event_file(folder: Path) -> Path:
-    """Name a file after the current second, or after the second behind the newest file's.
-
-    Files are read in the order of their names: a START record that is read too early hides nothing.
-    """
+    """Name a file after the current second or, to be read last, the one behind the newest's."""
     unique = f"{socket.gethostname()}.{os.getpid()}.{next(_NUMBERS)}"
     others = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
     older = [int(second) for second in others if second.isdecimal()]  # Others may name theirs.
@@ -232,19 +229,7 @@ def _name_event_file(folder: Path) -> Path:
 
 def _explain(value: Any) -> None:
     """Describe a tag in its first value, for all later ones."""
-    description = describe_tag(value.tag)
-    if description is None:
-        return
-    value.metadata.summary_description = description
-    if plugin := _PLUGINS.get(value.WhichOneof("value")):
-        value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
-
-
-def _with_first(experiment: Any, first: Collection[str]) -> Any:
-    """Mark the columns of `first` as those that differ, which TensorBoard shows first."""
-    plugin_data = experiment.value[0].metadata.plugin_data
-    content = plugin_data_pb2.HParamsPluginData.FromString(plugin_data.content)
-    for info in content.experiment.hparam_infos:
-        info.differs = info.name in first
-    plugin_data.content = content.SerializeToString()
-    return experiment
+    if description := describe_tag(value.tag):
+        value.metadata.summary_description = description
+        if plugin := _PLUGINS.get(value.WhichOneof("value")):
+            value.metadata.plugin_data.plugin_name, value.metadata.data_class = plugin
