@@ -137,8 +137,7 @@ class Checkpoints(Callback):
         return self._among_the_best(trainer)
 
     def _among_the_best(self, trainer: Trainer) -> bool:
-        validation = self._validation(trainer) if self._plan.keep_best else None
-        place = rank_of(validation)
+        place = rank_of(self._validation(trainer) if self._plan.keep_best else None)
         if place is None:
             return False
         self._wait(trainer)  # A checkpoint that is being written counts as well.
@@ -170,35 +169,31 @@ class Checkpoints(Callback):
         )
 
     def _write(self, trainer: Trainer, snapshot: Snapshot) -> None:
-        """Write a checkpoint now, or begin to write it in the background."""
-        save = self._prepare(snapshot, trainer.comm)
-
-        def write() -> None:
-            save()
-            self._prune()
-
-        if self._plan.background:
-            self._writing = self._writer.submit(write)
-        else:
-            write()
-
-    def _prepare(self, snapshot: Snapshot, comm: Any) -> Callable[[], object]:
-        """Return the function that this rank saves with, in the background on a copy."""
+        """Write a checkpoint now, or begin to write a copy of it in the background."""
         folder, behind = self._context.folder, self._plan.background
+        comm: Any = trainer.comm
+        save: Callable[[], object]
         if comm.sharding is not None:
             if behind and self._aside is None:
                 self._aside = comm.aside()
-            return prepare_together(folder, snapshot, self._aside or comm, copied=behind)
-        if behind:
-            return partial(checkpoint.save, folder, snapshot.to_cpu()) if comm.is_main else int
-        save = partial(checkpoint.save, folder, snapshot) if comm.is_main else int
-        return partial(on_all, comm, save, f"writing checkpoint {snapshot.global_step}")
+            save = prepare_together(folder, snapshot, self._aside or comm, copied=behind)
+        elif behind:
+            save = partial(checkpoint.save, folder, snapshot.to_cpu()) if comm.is_main else int
+        else:
+            own = partial(checkpoint.save, folder, snapshot) if comm.is_main else int
+            save = partial(on_all, comm, own, f"writing checkpoint {snapshot.global_step}")
 
-    def _prune(self) -> None:
-        try:
-            prune(self._context.folder, self._plan.keep_last, self._plan.keep_best)
-        except OSError as error:
-            log.warning("warning: an old checkpoint could not be deleted: %s", error)
+        def write() -> None:
+            save()
+            try:
+                prune(folder, self._plan.keep_last, self._plan.keep_best)
+            except OSError as error:
+                log.warning("warning: an old checkpoint could not be deleted: %s", error)
+
+        if behind:
+            self._writing = self._writer.submit(write)
+        else:
+            write()
 
     def _validation(self, trainer: Trainer) -> dict[str, Any] | None:
         """Return the facts by which a checkpoint of this step ranks, if it was validated."""
