@@ -25,8 +25,9 @@ from mpframe.tracking.tags import Tag
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer
 
-MARK = "module: "
-"""The beginning of a mark's name, before the module's qualified name (empty for the model)."""
+log = logging.getLogger(__name__)
+
+MARK = "module: "  # before the module's qualified name, which is empty for the model
 
 
 @contextmanager
@@ -51,7 +52,6 @@ def mark_modules(model: nn.Module) -> Iterator[None]:
 
 
 MODEL, OPTIMIZER, OUTSIDE = "(the model itself)", "(optimizer)", "(outside of modules)"
-NO_FORMAT = "no float"
 _FORMATS = {
     "float": "float32",
     "double": "float64",
@@ -62,8 +62,7 @@ _FORMATS = {
 _CASTS = {"aten::to", "aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"}
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NODE = "autograd::engine::evaluate_function"
-
-Event = Mapping[str, Any]
+_LARGEST = 5  # The table has so many costs one by one.
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Op:
 class _Range:
     """An event with the events within it."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Mapping[str, Any]) -> None:
         self.name, self.category = str(event["name"]), event["cat"]
         self.duration, self.end = float(event["dur"]), float(event["ts"] + event["dur"])
         self.arguments: Mapping[str, Any] = event.get("args", {})
@@ -124,7 +123,7 @@ def read_ops(path: Path) -> list[Op]:
     return [op for root in roots for op in _ops(root, OUTSIDE, False, modules, kernels)]
 
 
-def _nest(events: Iterable[Event]) -> list[_Range]:
+def _nest(events: Iterable[Mapping[str, Any]]) -> list[_Range]:
     """Return the outermost ranges of every thread, each with its children."""
     roots: list[_Range] = []
     open_of_thread: dict[Any, list[_Range]] = defaultdict(list)
@@ -166,11 +165,7 @@ def _format_of(op: _Range) -> str:
             if source != to:
                 return f"{source} to {to}"
     known = (form for inner in op.all() for form in inner.formats())
-    return next(known, NO_FORMAT)
-
-
-_LARGEST = 5
-_HEAD = ("module", "format", "ms a step", "share", "backward")
+    return next(known, "no float")
 
 
 def describe_costs(ops: Iterable[Op], steps: int) -> str:
@@ -193,7 +188,8 @@ def describe_costs(ops: Iterable[Op], steps: int) -> str:
         return module, form, f"{time / steps:.3f}", f"{time / whole:.1%}", share
 
     ranked = sorted(costs, key=lambda key: -costs[key])
-    rows = [_HEAD, *(row(*key, [key]) for key in ranked[:_LARGEST])]
+    head = ("module", "format", "ms a step", "share", "backward")
+    rows = [head, *(row(*key, [key]) for key in ranked[:_LARGEST])]
     if rest := ranked[_LARGEST:]:
         rows.append(row(f"({len(rest)} smaller)", "", rest))
     by_format = sorted(formats.items(), key=lambda item: -item[1])
@@ -203,9 +199,6 @@ def describe_costs(ops: Iterable[Op], steps: int) -> str:
     return f"{table}\nby format: {', '.join(words)}; casts {casts / whole:.1%}"
 
 
-log = logging.getLogger(__name__)
-
-FOLDER = "profile"
 _BEFORE, _WARM_UP, _RECORDED = 5, 1, 3  # steps
 
 
@@ -219,17 +212,24 @@ class Profile(Callback):
     def __init__(self) -> None:
         self._profiler: profile | None = None
         self._around = ExitStack()
-        self._first = 0  # the first recorded step
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         self._context = context
-        self._first = trainer.progress.global_step + _BEFORE + _WARM_UP + 1
+        self._first = trainer.progress.global_step + _BEFORE + _WARM_UP + 1  # to be recorded
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         """Begin the warm-up or, if a validation has ended it, record at once."""
         step = trainer.progress.global_step + 1
         if self._profiler is None and self._first - _WARM_UP <= step <= self._first:
-            self._profiler = self._begin(trainer)
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports each start on stderr.
+            if not trainer.plan.compile:
+                self._around.enter_context(mark_modules(trainer.model))
+            self._profiler = profile(
+                schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
+                record_shapes=True,
+                acc_events=True,  # There is one cycle, and torch 2.11 warns that it drops others.
+            )
+            self._profiler.start()
             if step == self._first:
                 self._profiler.step()
 
@@ -256,41 +256,27 @@ class Profile(Callback):
                 self._first,
             )
 
-    def _begin(self, trainer: Trainer) -> profile:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # It reports each start on stderr.
-        if not trainer.plan.compile:
-            self._around.enter_context(mark_modules(trainer.model))
-        profiler = profile(
-            schedule=schedule(wait=0, warmup=_WARM_UP, active=_RECORDED + 1, repeat=1),
-            record_shapes=True,
-            acc_events=True,  # There is one cycle, and torch 2.11 warns that it drops others.
-        )
-        profiler.start()
-        return profiler
-
     def _end(self, trainer: Trainer, save: bool = True) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         profiler.stop()
         self._around.close()
-        steps = trainer.progress.global_step - self._first + 1
-        if steps < 1 or not save:
-            return
-        try:
-            self._save(profiler, steps)
-        except OSError as error:
-            log.warning("warning: the profile cannot be written: %s", error)
+        last = trainer.progress.global_step
+        if last >= self._first and save:
+            try:
+                self._save(profiler, last)
+            except OSError as error:
+                log.warning("warning: the profile cannot be written: %s", error)
 
-    def _save(self, profiler: profile, steps: int) -> None:
-        folder = self._context.folder / FOLDER
-        folder.mkdir(exist_ok=True)
-        path = folder / f"step_{self._first:08d}.pt.trace.json.gz"
+    def _save(self, profiler: profile, last: int) -> None:
+        path = self._context.folder / "profile" / f"step_{self._first:08d}.pt.trace.json.gz"
+        path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)  # A link that was placed there is not followed.
         profiler.export_chrome_trace(str(temporary))
         temporary.replace(path)
-        ops, last = read_ops(path), self._first + steps - 1
+        ops, steps = read_ops(path), last - self._first + 1
         each = sum(op.milliseconds for op in ops) / steps
         title = f"profile of steps {self._first} to {last}: {each:.3g} ms a step"
         costs = describe_costs(ops, steps)
