@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 class _Frozen:
     """The parameters of one pattern, and how long they are frozen."""
 
-    pattern: str
+    named: str  # the pattern and how many they are, for the log
     unit: str
     count: int
     parameters: list[nn.Parameter]
@@ -39,9 +39,6 @@ class _Frozen:
     def is_over(self, progress: Progress) -> bool:
         passed = progress.epoch if self.unit == "epochs" else progress.global_step
         return passed >= self.count
-
-    def __str__(self) -> str:
-        return f"{self.pattern} ({len(self.parameters)} tensors)"
 
 
 class Freeze(Callback):
@@ -68,15 +65,20 @@ class Freeze(Callback):
         for unit, pattern, count in self._plans:
             require_whole(f"callbacks.freeze.{unit}.{pattern}", count)
         self._eval_mode = eval_mode
-        self._frozen: list[_Frozen] = []
-        self._modules: list[nn.Module] = []
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Freeze. ConfigError if a pattern matches nothing, or an optimizer has nothing left."""
-        self._frozen = [f for f in self._choose(trainer.model) if not f.is_over(trainer.progress)]
+        free = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        kind = "parameter that is trained and that no earlier pattern takes"
+        chosen = []
+        for unit, pattern, count in self._plans:
+            refuse_idle(f"callbacks.freeze.{unit}", kind, [pattern], list(free))
+            taken = [free.pop(name) for name in list(free) if fnmatchcase(name, pattern)]
+            chosen.append(_Frozen(f"{pattern} ({len(taken)} tensors)", unit, count, taken))
+        self._frozen = [frozen for frozen in chosen if not frozen.is_over(trainer.progress)]
         for frozen in self._frozen:
             set_requires_grad(trainer.optimizer, frozen.parameters, False)
-            log.info("frozen for %d %s: %s", frozen.count, frozen.unit, frozen)
+            log.info("frozen for %d %s: %s", frozen.count, frozen.unit, frozen.named)
         if not all(part.parameters for part in parts_of(trainer.optimizer).values()):
             raise ConfigError(
                 "callbacks.freeze: leaves an optimizer nothing to train; freeze fewer parameters"
@@ -89,22 +91,12 @@ class Freeze(Callback):
         for frozen in over:
             self._frozen.remove(frozen)
             set_requires_grad(trainer.optimizer, frozen.parameters, True)
-            log.info("trained from step %d on: %s", trainer.progress.global_step + 1, frozen)
+            log.info("trained from step %d on: %s", trainer.progress.global_step + 1, frozen.named)
         if over:
             trainer.model.train()
             self._find_modules(trainer.model)
         for module in self._modules:  # `train` of the whole model has reached them.
             module.eval()
-
-    def _choose(self, model: nn.Module) -> list[_Frozen]:
-        free = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        chosen = []
-        kind = "parameter that is trained and that no earlier pattern takes"
-        for unit, pattern, count in self._plans:
-            refuse_idle(f"callbacks.freeze.{unit}", kind, [pattern], list(free))
-            taken = [name for name in free if fnmatchcase(name, pattern)]
-            chosen.append(_Frozen(pattern, unit, count, [free.pop(name) for name in taken]))
-        return chosen
 
     def _find_modules(self, model: nn.Module) -> None:
         self._modules = list(_all_frozen(model)) if self._eval_mode else []
@@ -123,15 +115,12 @@ def set_requires_grad(optimizer: Any, parameters: Iterable[Tensor], requires_gra
 
 
 def _fill_momentum(optimizer: Optimizer, masters: list[Tensor]) -> None:
-    """Give masters without momentum a buffer of zeros, if others of their group have one.
-
-    Fused SGD takes the buffers of all parameters of a group, or of none. From zeros the first step
-    gives momentum * 0 + g = g, as SGD's first step does.
-    """
+    """Give masters a momentum of zeros, as fused SGD needs it if others of their group have one."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         started = any("momentum_buffer" in optimizer.state.get(m, ()) for m in group["params"])
         if group["fused"] and started and not group["dampening"]:
             for master in set(masters).intersection(group["params"]):
+                # SGD's first step follows: momentum * 0 + g = g.
                 optimizer.state[master].setdefault("momentum_buffer", torch.zeros_like(master))
 
 
