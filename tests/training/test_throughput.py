@@ -14,7 +14,7 @@ from torch import nn
 from mpframe import Curves, Evaluator, Plan, StepResult, Trainer, checkpoint
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
-from mpframe.training.callbacks import utilization
+from mpframe.training.callbacks import results, utilization
 from mpframe.training.callbacks.results import Throughput
 from mpframe.training.callbacks.utilization import Utilization
 
@@ -26,6 +26,14 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: Patch) -> Clock:
+    """The clock of the throughput, which only a test moves."""
+    own = Clock()
+    monkeypatch.setattr(results, "time", SimpleNamespace(perf_counter=own))
+    return own
 
 
 class Slow(Callback):
@@ -58,9 +66,8 @@ def trained(clock: Clock, throughput: Throughput, **options: int) -> None:
     trainer.fit(samples, samples)
 
 
-def test_a_partial_window_counts_what_it_had_and_only_training_counts() -> None:
-    clock = Clock()
-    throughput = Throughput(BATCH, began=90.0, clock=clock)
+def test_a_partial_window_counts_what_it_had_and_only_training_counts(clock: Clock) -> None:
+    throughput = Throughput(BATCH, began=90.0)
     assert throughput.seconds == 10.0
     assert throughput.samples_per_second is throughput.median_step_seconds is None
     trained(clock, throughput, accumulate=2, eval_every=2)
@@ -73,15 +80,14 @@ def test_a_partial_window_counts_what_it_had_and_only_training_counts() -> None:
     assert throughput.seconds == clock.now - 90.0
 
 
-def test_times_and_counts_go_on_where_a_checkpoint_was_taken() -> None:
-    clock = Clock()
-    first = Throughput(BATCH, clock=clock)
+def test_times_and_counts_go_on_where_a_checkpoint_was_taken(clock: Clock) -> None:
+    first = Throughput(BATCH)
     trained(clock, first)
-    state, idle = first.state_dict(), Throughput(BATCH, clock=clock)
+    state, idle = first.state_dict(), Throughput(BATCH)
     idle.load_state_dict(state)
     clock.now += 5000.0  # A start in which nothing is left to do adds no time.
     assert (idle.seconds, idle.state_dict()) == (state["seconds"], state)
-    second = Throughput(BATCH, clock=clock)
+    second = Throughput(BATCH)
     second.load_state_dict(state)
     trained(clock, second)
     for name in ("samples", "train_seconds", "seconds"):
@@ -89,9 +95,9 @@ def test_times_and_counts_go_on_where_a_checkpoint_was_taken() -> None:
     assert second.median_step_seconds == first.median_step_seconds
 
 
-def test_the_share_of_waiting_is_that_of_the_steps_since_the_last_point() -> None:
-    clock, trainer, done = Clock(), Trainer.__new__(Trainer), StepResult.__new__(StepResult)
-    throughput, loader = Throughput(BATCH, clock=clock), SimpleNamespace(waited=5.0)
+def test_the_share_of_waiting_is_that_of_the_steps_since_the_last_point(clock: Clock) -> None:
+    trainer, done = Trainer.__new__(Trainer), StepResult.__new__(StepResult)
+    throughput, loader = Throughput(BATCH), SimpleNamespace(waited=5.0)
     throughput.load_state_dict({"samples": 8, "train_seconds": 2.0, "seconds": 2, "step_times": {}})
     run: Any = SimpleNamespace(tracker=None, throughput=throughput, train=loader)
     curves = Curves(log_every=1)

@@ -7,7 +7,7 @@ validating and saving. A step's time is a median, which neither the first one no
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +19,6 @@ from mpframe.core.step_result import StepResult
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.trainer import Trainer
 
-Clock = Callable[[], float]
 _BIN = math.log(1.01)
 _SHORTEST = 1e-9  # seconds, for a clock that stood still
 
@@ -76,16 +75,12 @@ class Throughput(Callback):
 
     Args:
         batch_size: samples per micro-batch.
-        began: the `clock`'s time when this start of the run began. None: now.
-        clock: seconds, from any zero.
+        began: `time.perf_counter()` when this start of the run began. None: now.
     """
 
-    def __init__(
-        self, batch_size: int, began: float | None = None, clock: Clock = time.perf_counter
-    ) -> None:
+    def __init__(self, batch_size: int, began: float | None = None) -> None:
         self.samples, self.train_seconds = 0, 0.0  # of the steps tried
-        self._batch_size, self._clock = batch_size, clock
-        self._lap_began = clock()
+        self._batch_size, self._lap_began = batch_size, time.perf_counter()
         self._began = self._lap_began if began is None else began
         self._paused: float | None = None
         self._untold: deque[int] = deque()
@@ -110,14 +105,14 @@ class Throughput(Callback):
     @property
     def seconds(self) -> float:
         """Wall time of all starts, evaluation included. A start that did nothing counts 0."""
-        return self._earlier + (0.0 if self._idle else self._clock() - self._began)
+        return self._earlier + (0.0 if self._idle else time.perf_counter() - self._began)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
         self._untold.append(len(batches) * self._batch_size)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:
         """Count the step and its time. Steps that are reported together share it evenly."""
-        lap = max((self._clock() - self._lap_began) / len(self._untold), _SHORTEST)
+        lap = max((time.perf_counter() - self._lap_began) / len(self._untold), _SHORTEST)
         self._lap_began += lap
         self.samples += self._untold.popleft()
         self.train_seconds += lap
@@ -160,9 +155,9 @@ class Throughput(Callback):
 
     def _stop_clock(self) -> None:
         if self._paused is None:
-            self._paused = self._clock()
+            self._paused = time.perf_counter()
 
     def _start_clock(self) -> None:
         if self._paused is not None:
-            self._lap_began += self._clock() - self._paused
+            self._lap_began += time.perf_counter() - self._paused
             self._paused = None
