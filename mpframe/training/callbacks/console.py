@@ -78,8 +78,7 @@ class LogLines(Callback):
 
     def _place(self, trainer: Trainer) -> str:
         progress, batches = trainer.progress, len(self._context.train)
-        step = progress.global_step
-        total = step + trainer.plan.steps_left(progress, batches)
+        step, total = progress.global_step, _total_steps(trainer, batches)
         return f"epoch {progress.epoch + progress.batch / batches:.3g}, step {step}/{total}"
 
     def _beside_best(self, name: str, step: int) -> str:
@@ -94,6 +93,10 @@ class LogLines(Callback):
         if not steps or not left:
             return None
         return tqdm.format_interval((time.monotonic() - self._began) / steps * left)
+
+
+def _total_steps(trainer: Trainer, batches: int) -> int:
+    return trainer.progress.global_step + trainer.plan.steps_left(trainer.progress, batches)
 
 
 def _state(trainer: Trainer) -> str:
@@ -112,8 +115,6 @@ class ProgressBar(Callback):
         verbosity: `auto` shows no bar if this is `quiet`.
     """
 
-    _bar: Any
-
     def __init__(self, shown: str | bool = "auto", verbosity: str = "normal") -> None:
         if shown not in ("auto", "on", "off", True, False):
             raise make_range_error("callbacks.progress_bar.shown", shown, "one of auto, on, off")
@@ -125,10 +126,10 @@ class ProgressBar(Callback):
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         """Draw the bar, which in a resumed run begins at its step."""
         self._batches = len(context.train)
-        self._bar = tqdm(disable=True)
+        self._bar: Any = tqdm(disable=True)
         with self._disable_on_error():
             self._bar = tqdm(
-                total=self._total(trainer),
+                total=_total_steps(trainer, self._batches),
                 initial=trainer.progress.global_step,
                 unit="step",
                 disable=self._disabled,
@@ -146,7 +147,7 @@ class ProgressBar(Callback):
         if drawn and result.loss is not None:
             words = {"loss": f"{float(result.loss):.4g}", "scale": f"{float(result.scale):g}"}
             words["skipped"] = str(trainer.progress.skipped)
-            self._bar.total = self._total(trainer)
+            self._bar.total = _total_steps(trainer, self._batches)
             self._bar.set_postfix(words, refresh=False)
 
     def on_step_end(self, trainer: Trainer) -> None:
@@ -169,7 +170,3 @@ class ProgressBar(Callback):
             self._bar.disable = True
             with suppress(AttributeError, OSError, ValueError):  # A notebook's has no file.
                 drop_output(sys.stderr)
-
-    def _total(self, trainer: Trainer) -> int:
-        left = trainer.plan.steps_left(trainer.progress, self._batches)
-        return trainer.progress.global_step + left

@@ -23,6 +23,9 @@ from mpframe.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+_EARLY = "callbacks.early_stopping"
+WINDOW, LEAST = 50, 10  # losses in the median, at most and at least
+
 
 class SkipGuard(Callback):
     """Ends a run that only skips, also if it reached its end like that.
@@ -96,9 +99,6 @@ def _still_searches(trainer: Trainer, result: StepResult | None) -> bool:
 
 def _finite(result: StepResult) -> bool:
     return result.loss is None or bool(torch.isfinite(result.loss))
-
-
-_EARLY = "callbacks.early_stopping"
 
 
 class EarlyStopping(Callback):
@@ -180,11 +180,6 @@ class SaturationWarning(Callback):
             )
 
 
-WINDOW = 50
-LEAST = 10
-POLICIES = ("off", "warn", "skip", "stop")
-
-
 class LossSpikes(Algorithm):
     """Compares each step's loss with the median of the losses of applied steps.
 
@@ -205,9 +200,9 @@ class LossSpikes(Algorithm):
 
     def __init__(self, policy: str | bool = "off", factor: float = 5.0) -> None:
         policy = str(policy or "off")  # YAML reads an unquoted off as false.
-        if policy not in POLICIES:
-            allowed = f"one of {', '.join(POLICIES)}"
-            raise make_range_error("callbacks.loss_spikes.policy", policy, allowed)
+        allowed = Range(choices=("off", "warn", "skip", "stop"))
+        if not allowed.holds(policy):
+            raise make_range_error("callbacks.loss_spikes.policy", policy, str(allowed))
         require("callbacks.loss_spikes.factor", factor, Range(above=1.0))
         self.policy, self.factor = policy, factor
         self.median = torch.tensor(torch.nan)  # compared with the last loss, or nan

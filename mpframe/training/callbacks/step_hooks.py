@@ -220,7 +220,6 @@ class GradientNorms(StepHook):
         super().__init__("callbacks.gradient_norms", log_every=log_every)
         self._groups = dict(groups or {})
         self._depth = require_whole(f"{self._option}.depth", depth)
-        self._group_of: dict[Tensor, str] = {}
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
         super().setup(trainer, context)

@@ -83,8 +83,18 @@ class Utilization(Callback):
         self._end_count()
         self._steps += 1
         self._tokens += self._untold.popleft()
-        if trainer.progress.global_step % self._every == 0:
-            self._write(trainer.progress.global_step, trainer.comm.size)
+        if trainer.progress.global_step % self._every:
+            return
+        now = self._context.throughput.train_seconds
+        seconds, self._seconds = now - self._seconds, now
+        rate = (self.flops or 0) * self._steps / seconds
+        values = {"speed/flops_per_second": rate}
+        if self._peak is not None:
+            values["speed/utilization"] = rate / self._peak
+        if self._count_tokens:
+            values["speed/tokens_per_second"] = self._tokens * trainer.comm.size / seconds
+        self._steps = self._tokens = 0
+        self._context.tracker.scalars(trainer.progress.global_step, values)
 
     def on_step_end(self, trainer: Trainer) -> None:
         """The step may be over before its verdict is known."""
@@ -94,23 +104,10 @@ class Utilization(Callback):
         self._counting.close()
 
     def _end_count(self) -> None:
-        if self._counter is None or self.flops is not None:
-            return
-        self._counting.close()
-        self.flops = int(self._counter.get_total_flops())
-        log.info("a step takes %.4g floating-point operations", self.flops)
-
-    def _write(self, step: int, ranks: int) -> None:
-        now = self._context.throughput.train_seconds
-        seconds, self._seconds = now - self._seconds, now
-        rate = (self.flops or 0) * self._steps / seconds
-        values = {"speed/flops_per_second": rate}
-        if self._peak is not None:
-            values["speed/utilization"] = rate / self._peak
-        if self._count_tokens:
-            values["speed/tokens_per_second"] = self._tokens * ranks / seconds
-        self._steps = self._tokens = 0
-        self._context.tracker.scalars(step, values)
+        if self._counter is not None and self.flops is None:
+            self._counting.close()
+            self.flops = int(self._counter.get_total_flops())
+            log.info("a step takes %.4g floating-point operations", self.flops)
 
 
 def _tokens_in(batch: Batch) -> int:
