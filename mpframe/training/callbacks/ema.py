@@ -29,7 +29,6 @@ class Ema(Algorithm):
     """The moving average of a model's weights. It follows each applied step, and is validated.
 
     Args:
-        model: the model whose weights they are.
         masters: parameter -> the fp32 tensor that is averaged (itself if it is fp32).
         decay: d, 0 < d < 1, else ConfigError.
     """
@@ -38,22 +37,26 @@ class Ema(Algorithm):
         self.decay = require("trainer.ema_decay", decay, Range(above=0.0, below=1.0), "e.g. 0.999")
         self._model, self._masters = model, dict(masters)
         self._averages = [master.detach().clone() for master in masters.values()]
-        self._updates: int | Tensor = 0
-
-    @property
-    def updates(self) -> int:
-        """t, the updates since the average began. Reading it may wait for the device."""
-        return int(self._updates)
+        self.updates: int | Tensor = 0  # t, on the device (0-d) from the first late verdict on
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
         """Move the averages towards the present masters, unless `skipped` (0-d bool) is true."""
-        if skipped is not None or isinstance(self._updates, Tensor):
-            self._update_unless(skipped)
+        if skipped is None and not isinstance(self.updates, Tensor):
+            decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+            torch._foreach_lerp_(self._averages, self._present(), 1.0 - decay)
+            self.updates += 1
             return
-        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        torch._foreach_lerp_(self._averages, self._present(), 1.0 - decay)
-        self._updates += 1
+        # The same on the device, in float64, which gives the same numbers.
+        device = self._averages[0].device
+        skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
+        count = torch.as_tensor(self.updates, dtype=widest(device), device=device)
+        weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
+        for average, master in zip(self._averages, self._present(), strict=True):
+            moved = torch.lerp(average, master, weight.to(average.dtype))
+            # Not a weight of 0: 0 * inf is nan, and -0 + 0 is 0.
+            average.copy_(torch.where(skipped, average, moved))
+        self.updates = count + ~skipped
 
     def after_update(self, trainer: Any, result: StepResult) -> None:
         """Move at once, before the weights change. A verdict on the device decides there."""
@@ -65,22 +68,10 @@ class Ema(Algorithm):
     def on_load_weights(self, trainer: Any) -> None:
         """Begin again at the present masters."""
         torch._foreach_copy_(self._averages, self._present())
-        self._updates = 0
+        self.updates = 0
 
     def _present(self) -> list[Tensor]:
         return [master.detach() for master in self._masters.values()]
-
-    def _update_unless(self, skipped: Tensor | None) -> None:
-        """Do the same on the device, in float64, which gives the same numbers."""
-        device = self._averages[0].device
-        skipped = torch.zeros((), dtype=torch.bool, device=device) if skipped is None else skipped
-        count = torch.as_tensor(self._updates, dtype=widest(device), device=device)
-        weight = 1.0 - ((1 + count) / (10 + count)).clamp(max=self.decay)
-        for average, master in zip(self._averages, self._present(), strict=True):
-            moved = torch.lerp(average, master, weight.to(average.dtype))
-            # Not a weight of 0: 0 * inf is nan, and -0 + 0 is 0.
-            average.copy_(torch.where(skipped, average, moved))
-        self._updates = count + ~skipped
 
     @contextmanager
     def evaluating(self, trainer: Any) -> Iterator[None]:
@@ -114,10 +105,10 @@ class Ema(Algorithm):
         names: dict[Tensor, str] = {p: name for name, p in self._model.named_parameters()}
         for average, parameter in zip(self._averages, self._masters, strict=True):
             average.copy_(part_for(parameter, averages[names[parameter]]))
-        self._updates = updates
+        self.updates = updates
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ema": self.by_name(), "ema_updates": self.updates}
+        return {"ema": self.by_name(), "ema_updates": int(self.updates)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("ema") is not None:
@@ -126,5 +117,4 @@ class Ema(Algorithm):
 
 def ema_of(trainer: Trainer) -> Ema | None:
     """Return the average that a trainer keeps, or None."""
-    kept = (a for a in trainer.algorithms.values() if isinstance(a, Ema))
-    return next(kept, None)
+    return next((a for a in trainer.algorithms.values() if isinstance(a, Ema)), None)
