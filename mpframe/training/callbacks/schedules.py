@@ -45,6 +45,7 @@ from mpframe.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 _COUNT = Range(low=1)
+Numbers = Mapping[str, int]
 
 
 def constant(optimizer: Optimizer) -> LRScheduler:
@@ -216,9 +217,6 @@ def _steps(units: float, unit: int) -> float:
     return round(units * unit, 6)  # 0.07 * 100 is 7.000000000000001.
 
 
-Numbers = Mapping[str, int]
-
-
 class PlannedSchedule:
     """A schedule that a run resumes, or replays under another plan.
 
@@ -248,13 +246,13 @@ class PlannedSchedule:
     def step(self) -> None:
         """Follow an applied optimizer step."""
         self._updates += 1
-        if not hasattr(self.schedule, "step_update"):
+        if hasattr(self.schedule, "step_update"):
+            self.schedule.step_update(self._updates)
+            epochs, within = divmod(self._updates, self._numbers["steps_per_epoch"])
+            if within == 0:
+                self.schedule.step(epochs)
+        else:
             self.schedule.step()
-            return
-        self.schedule.step_update(self._updates)
-        epochs, within = divmod(self._updates, self._numbers["steps_per_epoch"])
-        if within == 0:
-            self.schedule.step(epochs)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -272,7 +270,15 @@ class PlannedSchedule:
             self._updates = int(state_dict["updates"])
             self.schedule.load_state_dict(state_dict["schedule"])
             return
-        self._replay(numbers, int(state_dict["updates"]))
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
+        self._numbers, self._updates = numbers, 0
+        self.schedule, self._arguments = self._make(numbers)
+        with warnings.catch_warnings():
+            # The optimizer took these steps before the run was resumed.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            for _ in range(int(state_dict["updates"])):
+                self.step()
         now = self._arguments
         changes = [
             f"scheduler.{name}={now.get(name)} (was {then.get(name)})"
@@ -282,17 +288,6 @@ class PlannedSchedule:
         if changes:  # There are none if the run was resumed with these batches before.
             said = "warning: %s: from step %d on the learning rate follows this schedule"
             log.warning(said, ", ".join(changes), self._updates)
-
-    def _replay(self, numbers: Numbers, updates: int) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], Tensor) else rate
-        self._numbers, self._updates = numbers, 0
-        self.schedule, self._arguments = self._make(numbers)
-        with warnings.catch_warnings():
-            # The optimizer took these steps before the run was resumed.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            for _ in range(updates):
-                self.step()
 
 
 Schedule = LRScheduler | PlannedSchedule
@@ -305,9 +300,8 @@ class Schedules(Algorithm):
     """
 
     def __init__(self, schedule: Schedule | Mapping[str, Schedule]) -> None:
-        self.by_name: Mapping[str, Any] = (
-            schedule if isinstance(schedule, Mapping) else {"": schedule}
-        )
+        named = schedule if isinstance(schedule, Mapping) else {"": schedule}
+        self.by_name: Mapping[str, Any] = named
         self._plateaus = [s for s in self.by_name.values() if isinstance(s, ReduceLROnPlateau)]
         self._per_step = {n: s for n, s in self.by_name.items() if s not in self._plateaus}
 
