@@ -86,11 +86,7 @@ def test_they_resume_bit_for_bit_and_the_log_names_them(tmp_path: Path, caplog: 
     options += ["callbacks.freeze.epochs={hidden2.*.bias:1}", "trainer.ema_decay=0.9"]
     options += ["trainer.max_steps=6", "trainer.checkpoint_every=1", "trainer.keep_last=9"]
     train(tmp_path / "whole", *options)
-    assert [
-        line
-        for line in caplog.messages
-        if line.startswith(("optimizer group", "frozen for", "trained from"))
-    ] == [
+    assert [line for line in caplog.messages if " tensors" in line] == [
         "optimizer group default: 1 tensors of 64 values",
         "optimizer group no_decay: 3 tensors of 26 values, weight_decay 0",
         "optimizer group head: 1 tensors of 80 values, lr 0.001",
