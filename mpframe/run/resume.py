@@ -17,7 +17,7 @@ from mpframe.checkpoint.folder import all_in, newest
 from mpframe.checkpoint.state import OTHER_RANKS, rounding, weights_of
 from mpframe.config.check import flatten, refuse_missing
 from mpframe.config.schema import RunOptions, only_watches
-from mpframe.config.sweep import ELSEWHERE, Options, changes
+from mpframe.config.sweep import ELSEWHERE, changes
 from mpframe.core.errors import CheckpointError, ConfigError, MpframeError, RunInterrupted
 from mpframe.core.tree import device_of, dtype_name
 from mpframe.files.stored_yaml import parse_stored
@@ -26,6 +26,8 @@ from mpframe.training.run_context import has_state
 from mpframe.training.trainer import Callbacks, Trainer
 
 log = logging.getLogger(__name__)
+
+Options = Mapping[str, Any]  # by their dotted paths
 
 # A checkpoint's facts name its device. Ranks may gather weights and keep their parts otherwise.
 _ELSEWHERE = ELSEWHERE | {
