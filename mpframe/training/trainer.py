@@ -131,7 +131,8 @@ class Trainer(StepTrainer):
         known = len(results) == 1 and results[0].verdict
         for result in results if known else with_verdicts(results):
             self.progress.count_step(result)
-            self._call("on_optimizer_step", result)
+            if self.algorithms or self.callbacks:
+                self._call("on_optimizer_step", result)
 
     def fit(self, train: Loader, val: Loader | None = None) -> None:
         """Train as planned, from where `progress` stands."""
