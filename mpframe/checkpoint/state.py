@@ -176,6 +176,6 @@ def address_of(tensor: Tensor) -> int:
 
 
 def place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the address of a tensor's memory and how it is read: what one tensor has alone."""
+    """Return where a tensor lies in memory and how it is read, which no other tensor shares."""
     strides = tensor.stride() if tensor.layout is torch.strided else ()
     return address_of(tensor), tensor.dtype, tensor.device, tuple(tensor.shape), strides

@@ -390,7 +390,7 @@ class Config:
         return [part.node for part in parts] or [self.optimizer]
 
 
-# As OmegaConf would fill a typed mapping at the root with nothing, check.py checks that type alone.
+# OmegaConf would fill a typed mapping at the root with nothing, so only check.py checks that type.
 @dataclass
 class _Schema(RunOptions):
     """The whole configuration, in which an open section may hold anything.

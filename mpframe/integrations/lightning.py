@@ -24,7 +24,7 @@ from mpframe.integrations.mixed_precision import MixedPrecision
 class MpframePrecision(LightningPrecision):  # type: ignore[misc]
     """mpframe's dtype modes, op lists, fp32 masters and loss scalers as a plugin.
 
-    The arguments are those of `MixedPrecision`, which is the attribute `mixed`. Its `result` is the
+    It takes the arguments of `MixedPrecision`, which is the attribute `mixed`. Its `result` is the
     `StepResult` of the last step.
     """
 

@@ -157,7 +157,7 @@ UNSAID = (
 @pytest.mark.slow
 def test_other_inputs_are_told(digits: Path, images: Path, tmp_path: Path, capsys: Shown) -> None:
     good = {"size": [8, 8], "mean": [0.0], "std": [1.0]}
-    other = "the model takes something else than images of 1 x 8 x 8 alone"
+    other = "the model takes something other than only images of 1 x 8 x 8"
     inputs = [{"name": "images", "shape": [None, 1, 9, 9], "dtype": "float32"}]
     snapshot = checkpoint.read(checkpoint.newest(digits))
     bad = [

@@ -31,9 +31,9 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: Patch) -> Clock:
     """The clock of the throughput, which only a test moves."""
-    own = Clock()
-    monkeypatch.setattr(results, "time", SimpleNamespace(perf_counter=own))
-    return own
+    moved = Clock()
+    monkeypatch.setattr(results, "time", SimpleNamespace(perf_counter=moved))
+    return moved
 
 
 class Slow(Callback):

@@ -160,7 +160,7 @@ def _make_task(paths: tuple[str, ...], folder: str, facts: Mapping[str, Any]) ->
         )
     elif shapes != [[None, channels, side, side]]:
         size = f"{channels} x {side} x {side}"
-        reason = f"the model takes something else than images of {size} alone"
+        reason = f"the model takes something other than only images of {size}"
     if reason:
         raise ConfigError(f"folder={folder}: {reason}; use split, with a dataset over the folder")
     listing = Listing((), paths, torch.zeros(len(paths), dtype=torch.int64))

@@ -87,7 +87,7 @@ def culprit_of(case: Case, half: Replay, full: Replay) -> Culprit | None:
 
 
 def _first_nonfinite(one: Pass, also: Sequence[FirstNonFinite] = ()) -> FirstNonFinite | None:
-    """Find the first value that is not finite, forward first, but for what `also` has.
+    """Find the first value that is not finite, forward first, except what `also` has.
 
     If the loss is finite, the forward pass did no harm, unless the backward pass multiplies by 0.
     """

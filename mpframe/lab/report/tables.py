@@ -127,8 +127,8 @@ def _shorten(words: Collection[str]) -> dict[str, str]:
 
 def _fp32_of(record: Record, records: Sequence[Record], keys: Sequence[str]) -> list[Record]:
     kept = [key for key in keys if key.split(".")[0] not in PRECISION]
-    own = _words(record, kept)
-    alike = [run for run in records if run.mode == "fp32" and _words(run, kept) == own]
+    words = _words(record, kept)
+    alike = [run for run in records if run.mode == "fp32" and _words(run, kept) == words]
     fp32 = sorted(alike, key=attrgetter("finished"))
     plain = [key for key in keys if not key.startswith("loss_scaling")]  # It changes no number.
     return [*{(r.options.get("seed", r.name), *_words(r, plain)): r for r in fp32}.values()]

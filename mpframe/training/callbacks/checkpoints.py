@@ -180,8 +180,8 @@ class Checkpoints(Callback):
         elif behind:
             save = partial(checkpoint.save, folder, snapshot.to_cpu()) if comm.is_main else int
         else:
-            own = partial(checkpoint.save, folder, snapshot) if comm.is_main else int
-            save = partial(on_all, comm, own, f"writing checkpoint {snapshot.global_step}")
+            write_one = partial(checkpoint.save, folder, snapshot) if comm.is_main else int
+            save = partial(on_all, comm, write_one, f"writing checkpoint {snapshot.global_step}")
 
         def write() -> None:
             save()
