@@ -112,12 +112,22 @@ def test_a_buffer_that_a_skipped_step_registers_is_gone() -> None:
     assert model.cache.tolist() == [2.0] * 4
 
 
-def test_float64_gradients_are_measured_on_an_accelerator() -> None:
-    """In fake tensors: the norm of a float64 tensor cannot be asked for in float32."""
+def test_float64_gradients_are_measured_on_an_accelerator(monkeypatch) -> None:
+    """A fake kernel takes any format, so its calls are repeated with values, on a CPU."""
+    norm, calls = torch._foreach_norm, []
+
+    def noted(values, *args):
+        calls.append(([value.dtype for value in values], args))
+        return norm(values, *args)
+
+    monkeypatch.setattr(torch, "_foreach_norm", noted)
     with FakeTensorMode(), torch.device("cuda"):
         wide = {torch.empty(4): torch.empty(4), torch.empty(4): torch.empty(4).double()}
         gradients = measure_grads(wide, 1.0, torch.device("cuda"), with_norm=True)
     assert {gradients.amax.dtype, gradients.norm().dtype} == {torch.float32}
+    for dtypes, args in calls:
+        assert norm([torch.full((1,), 3.0, dtype=dtype) for dtype in dtypes], *args)[0] == 3.0
+    assert len(calls) == 2
 
 
 def test_a_module_with_an_extra_state_loads_its_masters() -> None:
