@@ -1,6 +1,7 @@
 """A measurement in a new Python process: what one leaves behind does not touch the next."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,9 +35,11 @@ def run_python(arguments: Sequence[str], folder: Path, name: str, expected: int 
         text=True,
     )
     if done.returncode != expected:
-        last = done.stderr.strip().rpartition("\n")[2]
+        lines = done.stderr.strip().splitlines() or [""]
+        # torchrun frames the ranks' errors with lines of its own.
+        said = [line for line in lines if re.search(r"\w(Error|Exception): \S", line)]
         raise MpframeError(
-            f"{name} ended with exit code {done.returncode}, expected {expected}: {last}; run it "
-            "by itself to see more"
+            f"{name} ended with exit code {done.returncode}, expected {expected}: "
+            f"{(said or lines)[-1]}; run it by itself to see more"
         )
     return done.stdout

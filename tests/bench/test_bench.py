@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from bench import groups, program, rivals
+from bench.child import run_python
 from bench.groups import devices, overhead, programs, steps
 from bench.groups.steps import COMPARISONS, Comparison, compare
 from bench.measure import Competitor, Spread, Stopwatch, race, ratio, timed
@@ -28,6 +29,7 @@ from fixtures import Patch, Shown
 from in_process import differing, scalars
 
 from mpframe.config.command_line import compose_named, without_hydra
+from mpframe.core.errors import MpframeError
 from mpframe.run.run import train
 from mpframe.training.step_record import StepRecord
 
@@ -124,6 +126,20 @@ def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
 @pytest.mark.parametrize("name", [name for name in programs._COMMANDS if "torch" not in name])
 def test_startup_rows(name: str, tmp_path: Path) -> None:
     assert programs._competitor(name, tmp_path).turn() > 0
+
+
+def test_rows_of_two_processes(tmp_path: Path) -> None:
+    tables = devices.distributed_tables(1, tmp_path, {"linear": TINY["linear"]}, steps=1)
+    assert {*tables[0].times} >= {"DistributedDataParallel fp32", "mpframe mixed float16"}
+    assert [claim.limit for claim in tables[0].claims][:1] == [1.03]
+    assert "scaling efficiency, mpframe fp32" in tables[0].notes[0]
+
+
+def test_an_error_of_a_rank_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("raise ValueError('what it says')")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "rank.py"]
+    with pytest.raises(MpframeError, match=r"x ended with .*: .*what it says"):
+        run_python(torchrun, tmp_path, "x")
 
 
 @pytest.mark.gpu
