@@ -54,10 +54,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NamedObjective:
-    """One of a step's losses, with its scaler and the parameters it trains (None: all).
-
-    The only loss of a step is named "".
-    """
+    """A loss of a step, "" if it is the only one, its scaler, and whom it trains (None: all)."""
 
     name: str
     objective: Objective

@@ -80,3 +80,29 @@ def test_ranks_that_are_threads_train_as_one_process_that_accumulates(mode):
     assert first[0] == second[0] == alone[0]
     assert sum(alone[0][-4:]) < 0.9 * sum(alone[0][:4])
     assert differing(first[1:], second[1:]) == differing(first[1:], alone[1:]) == []
+
+
+@pytest.mark.parametrize("mode", ["fp32", "mixed"])
+def test_ranks_average_gradients_that_only_the_step_finds(mode):
+    """A loop by hand that calls no `accumulate`: backward, then step."""
+    torch.manual_seed(0)
+    first, inputs = nn.Linear(4, 2), torch.randn(2, 3, 4)
+
+    def trained(comm, *shares):
+        model, precision = copy.deepcopy(first), Precision(mode)
+        model, optimizer = precision.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        optimizer.set_comm(comm)
+        for share in shares:
+            with precision.cast():
+                loss = model(share).square().mean()
+            (loss / len(shares)).backward()
+        result = optimizer.step()
+        return [result.grad_norm, *optimizer.masters_by_name(model).values()]
+
+    values, barrier = [None, None], threading.Barrier(2, timeout=60)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda n: trained(ThreadComm(n, values, barrier), inputs[n]), (0, 1))
+    assert differing(one, other) == []
+    # In one process two half gradients are added in half: their sum is rounded once.
+    close = {"fp32": 0.0, "mixed": 2.0**-11}[mode]
+    torch.testing.assert_close(one, trained(SINGLE_PROCESS, *inputs), rtol=close, atol=close)

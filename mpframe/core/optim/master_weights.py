@@ -207,6 +207,8 @@ class MasterWeights(OptimizerWrapper):
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
+        if self.comm.size > 1 and self._means is None and not self.accumulator.filled:
+            self.accumulate(scale)  # So that the ranks average them.
         grads, device = self._pop_grads(), self._device
         for frozen in self._frozen:
             widen_written(frozen, self._steps)
@@ -223,7 +225,6 @@ class MasterWeights(OptimizerWrapper):
         else:
             gradients = measure_grads(grads, scale, device, with_norm=True)
             gradients.no_new = self._consumed and not grads
-            gradients.amax = self.comm.max(gradients.amax)
         self._means = None
         if self.skips_on_device and not self.stepped_once.issuperset(gradients.by_master):
             self.skips_on_device = None

@@ -76,7 +76,7 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def state(self) -> dict[Tensor, Any]:  # type: ignore[override]
-        """The wrapped optimizer's state, by the model's parameters."""
+        """The wrapped optimizer's state, by the model's parameters: its entries in a new dict."""
         parameter_of = {stepped: parameter for parameter, stepped in self._stepped.items()}
         return {parameter_of.get(t, t): state for t, state in self.optimizer.state.items()}
 
