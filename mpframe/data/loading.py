@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, DataError, MpframeError
@@ -20,7 +20,6 @@ from mpframe.core.ranges import require_whole
 from mpframe.core.user_code import name_of, user_code
 from mpframe.data.fetching import Collate, Fetcher
 from mpframe.data.samples import hash_key
-from mpframe.data.task import Task
 from mpframe.data.workers import POLL_SECONDS, CurrentSamples, WorkerPool, ignore_signals
 
 
@@ -148,38 +147,6 @@ class Loader:
             order = shuffle_indices(size, self.seed, epoch) if self.shuffle else torch.arange(size)
             self._order = epoch, order
         return self._order[1]
-
-
-def training_loader(task: Task, batch_size: int, seed: int, **options: Any) -> Loader:
-    """Make the loader of a task's training data, shuffled and in whole batches only."""
-    options |= {"seed": seed, "collate": task.collate, "batches_per_epoch": task.batches_per_epoch}
-    return make_loader(task.train, batch_size, shuffle=True, drop_last=True, **options)
-
-
-def make_loader(
-    dataset: Any, batch_size: int, *, batches_per_epoch: int | None = None, **options: Any
-) -> Loader:
-    """Make the loader of a dataset or of a stream, with the options of `Loader`.
-
-    A stream is an iterator of samples, or in batches already. It has its own order, so that
-    `shuffle` is not used. With `drop_last` it begins again when it ends, and an epoch is
-    `batches_per_epoch`. Without, it is read once.
-    """
-    iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
-    if iterates or isinstance(dataset, IterableDataset | DataLoader):
-        from mpframe.data.streaming import StreamLoader  # seldom needed
-
-        del options["shuffle"]
-        endless = options.pop("drop_last", False)
-        return StreamLoader(
-            dataset, batch_size, endless=endless, batches_per_epoch=batches_per_epoch, **options
-        )
-    if batches_per_epoch is not None:
-        raise DataError(
-            f"dataset: its Task has batches_per_epoch={batches_per_epoch}, which is for streams, "
-            f"and {type(dataset).__name__} has a length; leave it out"
-        )
-    return Loader(dataset, batch_size, **options)
 
 
 def share_of(batch: Tensor, comm: Comm) -> Tensor:

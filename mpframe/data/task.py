@@ -1,4 +1,4 @@
-"""The samples, objective and metrics that a dataset hands to a trainer.
+"""The samples, objective and metrics that a dataset hands to a trainer, and their loaders.
 
 A config states channels, sizes and classes of a dataset, because models are built from them before
 any file is opened. `require_facts` compares them with the files.
@@ -10,13 +10,14 @@ from dataclasses import InitVar, dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mpframe.core.errors import ConfigError, DataError
 from mpframe.core.objective import LossFunction, Objective, Supervised, require_objective
 from mpframe.core.ranges import make_range_error, require_whole
 from mpframe.core.user_code import describe
 from mpframe.data.fetching import Collate
+from mpframe.data.loading import Loader
 from mpframe.data.metrics import Accuracy
 
 
@@ -159,3 +160,35 @@ def require_labels(source: object, labels: Tensor, images: int, classes: int) ->
             f"{source}: has {len(labels)} labels from {ends[0]} to {ends[1]}, and must have one "
             f"from 0 to {classes - 1} for each of {images} images; get the file again"
         )
+
+
+def training_loader(task: Task, batch_size: int, seed: int, **options: Any) -> Loader:
+    """Make the loader of a task's training data, shuffled and in whole batches only."""
+    options |= {"seed": seed, "collate": task.collate, "batches_per_epoch": task.batches_per_epoch}
+    return make_loader(task.train, batch_size, shuffle=True, drop_last=True, **options)
+
+
+def make_loader(
+    dataset: Any, batch_size: int, *, batches_per_epoch: int | None = None, **options: Any
+) -> Loader:
+    """Make the loader of a dataset or of a stream, with the options of `Loader`.
+
+    A stream is an iterator of samples, or in batches already. It has its own order, so that
+    `shuffle` is not used. With `drop_last` it begins again when it ends, and an epoch is
+    `batches_per_epoch`. Without, it is read once.
+    """
+    iterates = hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    if iterates or isinstance(dataset, IterableDataset | DataLoader):
+        from mpframe.data.streaming import StreamLoader  # seldom needed
+
+        del options["shuffle"]
+        endless = options.pop("drop_last", False)
+        return StreamLoader(
+            dataset, batch_size, endless=endless, batches_per_epoch=batches_per_epoch, **options
+        )
+    if batches_per_epoch is not None:
+        raise DataError(
+            f"dataset: its Task has batches_per_epoch={batches_per_epoch}, which is for streams, "
+            f"and {type(dataset).__name__} has a length; leave it out"
+        )
+    return Loader(dataset, batch_size, **options)

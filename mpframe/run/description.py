@@ -29,8 +29,8 @@ from mpframe.core.errors import RunInterrupted
 from mpframe.core.objective import Objective
 from mpframe.core.tree import HALF, device_of, dtype_name
 from mpframe.data.fetching import named_tensors
-from mpframe.data.loading import Loader, make_loader
-from mpframe.data.task import Task
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task, make_loader
 from mpframe.lab.hints import HINTS, PlannedRun, findings_of, scaling_of
 from mpframe.precision.op_lists import OpLists
 from mpframe.precision.trace import preserve_state

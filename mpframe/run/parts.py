@@ -23,8 +23,8 @@ from mpframe.core.errors import ConfigError, UserCodeError
 from mpframe.core.loss_scaling.scaler import LossScaler, NoScaling, Scaling
 from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.user_code import describe, name_of, user_code
-from mpframe.data.loading import Loader, make_loader, training_loader
-from mpframe.data.task import Task
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task, make_loader, training_loader
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.place import place
 from mpframe.precision.op_lists import PINS, OpLists

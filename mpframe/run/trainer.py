@@ -16,8 +16,7 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import device_of, map_tensors
-from mpframe.data.loading import training_loader
-from mpframe.data.task import Task
+from mpframe.data.task import Task, training_loader
 from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.precision.precision import Precision
 from mpframe.run.optimizer import build_optimizers, build_schedule

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from mpframe.core.comm import Comm
 from mpframe.core.errors import CheckpointError, ConfigError, DataError
 from mpframe.data import Task
-from mpframe.data.loading import make_loader
 from mpframe.data.streaming import StreamLoader
+from mpframe.data.task import make_loader
 
 EPOCH = 5  # batches
 NAN = float("nan")

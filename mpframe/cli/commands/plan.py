@@ -33,8 +33,7 @@ from mpframe.config.composing import check_config
 from mpframe.config.schema import Config, parse_measure
 from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
-from mpframe.data.loading import training_loader
-from mpframe.data.task import Task
+from mpframe.data.task import Task, training_loader
 from mpframe.files.text import align, say
 from mpframe.parallel.layout import Layout
 from mpframe.parallel.sharding import blocks_of

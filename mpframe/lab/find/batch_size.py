@@ -21,8 +21,8 @@ from mpframe.config.schema import Config
 from mpframe.core.callback import Batch
 from mpframe.core.errors import MpframeError, UserCodeError
 from mpframe.core.tree import device_of
-from mpframe.data.loading import Loader, training_loader
-from mpframe.data.task import Task
+from mpframe.data.loading import Loader
+from mpframe.data.task import Task, training_loader
 from mpframe.lab.find import rollback
 from mpframe.tracking.environment import peak_memory
 from mpframe.training.trainer import Trainer
