@@ -11,6 +11,7 @@ on, the loss, and the metrics. A batch is any tree of tensors.
     workers      watches the processes that load
     samples      random numbers by key, samples that are held out, generated samples
     metrics      accuracy and others, counted on the device
+    prediction   a model's outputs as a table, in the place of a metric
     images       digits and Fashion-MNIST, small images a batch at a time
     cifar        CIFAR-10
     image_files  folders of images

@@ -6,6 +6,7 @@
     layout          the grid of ranks that divide a model
     data_parallel   averages gradients while the backward pass runs, on torch's DDP
     sharding        shards a model's weights across the ranks, by torch's FSDP2
+    deferred        a model without values, filled block by block as it is sharded
     tensor_parallel divides layers by a plan, on torch's parallelize_module
     sync_batchnorm  BatchNorm over the statistics of all ranks
 

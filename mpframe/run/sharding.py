@@ -143,7 +143,7 @@ def _check_range(weights: Mapping[str, Tensor], formats: Mapping[Any, torch.dtyp
 
 def build_deferred(config: Config) -> tuple[nn.Module, Any]:
     """Make a model without values, and what fills it later. None: it has them, lazy layers do."""
-    from mpframe.training.deferred import Deferred  # It loads torch's fake tensors.
+    from mpframe.parallel.deferred import Deferred  # It loads torch's fake tensors.
 
     before, deferred = rng_state(), Deferred()
     try:

@@ -40,6 +40,7 @@ COMPOSED = [
     ("loss_scaling.scale=8", "loss_scaling.scale: no such option; known: loss_scaling._target_, loss_scaling.half, loss_scaling.mode; an argument of your own class: +loss_scaling.scale=..."),
     ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found; set optimizer.lr=VALUE"),
     ("~optimizer", "optimizer=null: must be a mapping; choose a file of conf/optimizer"),
+    ("+loss_scaling=nan", "+loss_scaling=nan: a choice takes no +; write loss_scaling=nan"),
     ("hydra.mode=nope", "hydra.mode=nope: Invalid value 'nope', expected one of [RUN, MULTIRUN]"),
     ("-m seed=range(1,2,0)", "seed=range(1,2,0): range() arg 3 must not be zero; give other values"),
     ("-m seed=glob(*)", "seed=glob(*): holds no value, so the sweep would have no job; give at least one"),

@@ -11,7 +11,7 @@ from fixtures import refused
 
 from mpframe.cli.commands.predict import _table
 from mpframe.core.errors import ConfigError
-from mpframe.training.prediction import Predictions
+from mpframe.data.prediction import Predictions
 
 LOGITS = torch.tensor([[0.1, 2.0, -1.0], [3.0, 0.0, 3.0]])
 PAIR = {"a": LOGITS, "b": LOGITS}

@@ -229,6 +229,17 @@ def test_handlers_are_asked_in_turn_and_may_replace_an_op() -> None:
         assert torch.equal(call(Y), nn.functional.hardsigmoid(Y))
 
 
+def test_a_model_that_a_handler_refuses_is_refused_again() -> None:
+    class Needs(OpHandler):
+        def attach(self, model):
+            raise ConfigError("needs another device")
+
+    precision, model = Precision("amp", op_handlers=[Needs()]), nn.Linear(2, 2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="needs another device"):
+            precision.attach(model)
+
+
 @pytest.mark.parametrize(  # for all, or for a module
     ("products", "pin"), [("fp8_tensorwise", "none"), ("none", "fp8_tensorwise")]
 )

@@ -43,11 +43,11 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of, tensors_in
 from mpframe.data.image_files import FileImages, Listing, list_unlabelled
 from mpframe.data.images import Normalize
+from mpframe.data.prediction import OUTPUTS, Columns, Predictions
 from mpframe.data.task import Task
 from mpframe.files.durable import atomic_file, refuse_unwritable
 from mpframe.files.text import printable, say
 from mpframe.run.parts import evaluation_loader
-from mpframe.training.prediction import OUTPUTS, Columns, Predictions
 
 _OPTIONS = ("checkpoint", "split", "folder", "outputs", "weights", "out", "overwrite")
 _CHOICES = {
