@@ -44,9 +44,10 @@ WHOLE = Layout()  # All ranks divide every weight.
 
 def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank, or whole layers."""
-    if layout.tensor > 1 and "ranges" in config.callbacks:
+    every = config.callbacks.get("ranges", {}).get("every")
+    if layout.tensor > 1 and every is not None:
         raise ConfigError(
-            f"callbacks.ranges: does not go with distributed.tensor={layout.tensor} (torch: "
+            f"callbacks.ranges.every={every}: does not go with distributed.tensor={layout.tensor} (torch: "
             "aten.bincount.default has no sharding strategy); use numerics=off"
         )
     for option, (needed, why) in _NEEDED.items():

@@ -281,6 +281,10 @@ def test_what_needs_whole_weights_is_refused() -> None:
     ):
         line = refused(ConfigError, refuse_beside_sharding, composed(option))
         assert line.startswith(f"{option}: does not go with trainer.parallel=fsdp ({said}")
-    layers, watched = Layout(tensor=2, plan={"head": "colwise"}), composed("numerics=on")
-    line = refused(ConfigError, refuse_beside_sharding, watched, layers)
-    assert line.startswith("callbacks.ranges: does not go with distributed.tensor=2 (torch: aten.b")
+    layers = Layout(tensor=2, plan={"head": "colwise"})
+    refuse_beside_sharding(composed(), layers)
+    line = refused(ConfigError, refuse_beside_sharding, composed("numerics=on"), layers)
+    assert line == (
+        "callbacks.ranges.every=100: does not go with distributed.tensor=2 (torch: "
+        "aten.bincount.default has no sharding strategy); use numerics=off"
+    )
