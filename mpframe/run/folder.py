@@ -146,6 +146,7 @@ class RunFolder:
         logging.getLogger().removeHandler(self._log)
         file = self._log.target
         self._log.close()
+        self._log.buffer.clear()  # An error in it holds the run, and with it its connections.
         if file is not None:
             file.close()
 

@@ -5,18 +5,20 @@ import json
 import os
 import re
 import shutil
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from in_process import train, trained
+from omegaconf import OmegaConf
 
 from mpframe import checkpoint
 from mpframe.checkpoint.folder import Manifest
 from mpframe.cli.restored import run_folder
 from mpframe.core.errors import ConfigError, MpframeError
-from mpframe.run.folder import unwritable_in_one_line
+from mpframe.run.folder import RunFolder, unwritable_in_one_line
 from mpframe.tracking.summary import Summary
 
 OPTIONS = ["model=mlp", "model.hidden=8", "scheduler=none", "trainer.checkpoint_every=2"]
@@ -136,3 +138,13 @@ def test_a_folder_that_leads_elsewhere_is_refused(done: Path, tmp_path: Path, na
     with pytest.raises(ConfigError, match=rf"its {name} is a link, and a run writes through none"):
         train(done, *OPTIONS, "resume=auto")
     assert (elsewhere / ".step_00000001.new").is_dir()
+
+
+def test_an_error_is_not_kept(tmp_path: Path) -> None:
+    """Its frames hold the run: other ranks would wait, as its connections stay open."""
+    error = ValueError()
+    with RunFolder(tmp_path, OmegaConf.create(), None, []) as folder:
+        folder.log_traceback(error)
+    died = weakref.ref(error)
+    del error
+    assert died() is None
