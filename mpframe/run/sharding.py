@@ -47,8 +47,8 @@ def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     every = config.callbacks.get("ranges", {}).get("every")
     if layout.tensor > 1 and every is not None:
         raise ConfigError(
-            f"callbacks.ranges.every={every}: does not go with distributed.tensor={layout.tensor} (torch: "
-            "aten.bincount.default has no sharding strategy); use numerics=off"
+            f"callbacks.ranges.every={every}: does not go with distributed.tensor={layout.tensor} "
+            "(torch: aten.bincount.default has no sharding strategy); use numerics=off"
         )
     for option, (needed, why) in _NEEDED.items():
         value = as_typed(config.flat[option])

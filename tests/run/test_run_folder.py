@@ -142,7 +142,7 @@ def test_a_folder_that_leads_elsewhere_is_refused(done: Path, tmp_path: Path, na
 
 def test_an_error_is_not_kept(tmp_path: Path) -> None:
     """Its frames hold the run: other ranks would wait, as its connections stay open."""
-    error = ValueError()
+    error = MpframeError()
     with RunFolder(tmp_path, OmegaConf.create(), None, []) as folder:
         folder.log_traceback(error)
     died = weakref.ref(error)
