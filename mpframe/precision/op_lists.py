@@ -67,8 +67,8 @@ def op_name(function: Any) -> str:
     return canonical(getattr(function, "__name__", ""))
 
 
-# conf/ in a clone, mpframe/conf in the wheel.
-_SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[2:4]]
+# mpframe/conf in the wheel, conf/ in a clone.
+_SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
 # Ops that write running statistics into their arguments: only their first input is ever cast, and

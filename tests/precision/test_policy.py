@@ -1,11 +1,14 @@
 """The policy and its op lists as values: what they decide, how they change, what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torchvision  # noqa: F401  its ops are registered where it is imported
 from fixtures import refused
 from omegaconf import OmegaConf
 
+import mpframe
 from mpframe import OpLists, Precision
 from mpframe.config import CONF
 from mpframe.core.errors import ConfigError
@@ -108,3 +111,9 @@ def test_shipped_ops_are_known_to_an_older_torch_and_without_their_library(monke
     assert {"linalg_matrix_sqrth", "torchvision.nms"} <= OpLists.named().deny
     with pytest.raises(ConfigError, match="'erf' is not an op of PyTorch"):
         OpLists(deny=frozenset({"erf"}))
+
+
+def test_the_lists_are_found_in_a_wheel_and_in_a_clone() -> None:
+    """A wheel has conf/ inside the package, a clone has it beside the package."""
+    package = Path(mpframe.__file__).resolve().parent
+    assert [package / "conf" / "ops", package.parent / "conf" / "ops"] == op_lists._SHIPPED
