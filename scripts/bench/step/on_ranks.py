@@ -75,9 +75,9 @@ def _by_trainer(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
     return by_trainer(work, laps, comm=comm, **how)
 
 
-def _alone(work: Workload, laps: Laps, comm: Any, **how: Any) -> Step:
+def _alone(work: Workload, laps: Laps, comm: Any, step: Any = by_trainer, **how: Any) -> Step:
     """Step on rank 0, while the others wait."""
-    return by_trainer(work, laps, **how) if comm.is_main else lambda: None
+    return step(work, laps, **how) if comm.is_main else lambda: None
 
 
 STEPS: dict[str, Callable[[Workload, Laps, Comm], Step]] = {
@@ -86,6 +86,7 @@ STEPS: dict[str, Callable[[Workload, Laps, Comm], Step]] = {
     **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
     "mpframe fp32, after_backward": partial(_by_trainer, mode="fp32", reduce="after_backward"),
     **{f"{name}{SINGLE_PROCESS}": partial(_alone, **how) for name, how in _TRAINED.items()},
+    f"by hand bfloat16{SINGLE_PROCESS}": partial(_alone, step=by_hand, half=torch.bfloat16),
 }
 """Who takes part, by the name in the tables."""
 
