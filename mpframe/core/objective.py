@@ -54,7 +54,7 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class NamedObjective:
-    """A loss of a step, "" if it is the only one, its scaler, and whom it trains (None: all)."""
+    """A loss of a step, "" if it is the only one, its scaler, and what it trains (None: all)."""
 
     name: str
     objective: Objective

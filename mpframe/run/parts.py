@@ -273,6 +273,12 @@ def build_scalers(config: Config, task: Task, device: torch.device) -> Scaling:
     return {name: build_scaler(config).to(device) for name in task.objectives}
 
 
+def ranges_every(config: Config) -> int | None:
+    """Return the steps between two reports of ranges, or None if none is made."""
+    every: int | None = config.callbacks.get("ranges", {}).get("every")
+    return every
+
+
 def build_callbacks(config: Config, *, algorithms: bool = False) -> dict[str, Callback]:
     """Make the group's callbacks in their order: only each `Algorithm`, or only the others."""
     callbacks = {}

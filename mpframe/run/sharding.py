@@ -24,7 +24,7 @@ from mpframe.core.tree import HALF, dtype_name
 from mpframe.parallel.layout import Layout
 from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of
-from mpframe.run.parts import build_model
+from mpframe.run.parts import build_model, ranges_every
 from mpframe.training.memory import cast_again
 from mpframe.training.optimizers.whole_weights import gather_for_steps
 from mpframe.training.ranks import refuse_other_weights, sums_of
@@ -44,7 +44,7 @@ WHOLE = Layout()  # All ranks divide every weight.
 
 def refuse_beside_sharding(config: Config, layout: Layout = WHOLE) -> None:
     """Refuse what needs whole weights on each rank, or whole layers."""
-    every = config.callbacks.get("ranges", {}).get("every")
+    every = ranges_every(config)
     if layout.tensor > 1 and every is not None:
         raise ConfigError(
             f"callbacks.ranges.every={every}: does not go with distributed.tensor={layout.tensor} "

@@ -27,6 +27,7 @@ from mpframe.run.parts import (
     build_model,
     build_precision,
     build_scalers,
+    ranges_every,
     resolve_device,
     to_device,
 )
@@ -137,7 +138,7 @@ def _refuse_compiled(config: Config) -> None:
     """Refuse options that need a model's modules one by one: a compiled model is one graph."""
     if not config.trainer.compile:
         return
-    every = config.callbacks.get("ranges", {}).get("every")
+    every = ranges_every(config)
     if every is not None:
         raise ConfigError(
             f"callbacks.ranges.every={every}: a compiled model has no modules to watch; "

@@ -11,6 +11,7 @@ from torch import nn
 
 from mpframe import Backoff, Precision
 from mpframe.core.comm import SINGLE_PROCESS, Comm
+from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.trainer import StepOptions, StepTrainer
 
@@ -76,10 +77,10 @@ def test_ranks_that_are_threads_train_as_one_process_that_accumulates(mode):
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(rank, range(2))
-    alone = _trained(model, mode, SINGLE_PROCESS, zip(*shares, strict=True))
-    assert first[0] == second[0] == alone[0]
-    assert sum(alone[0][-4:]) < 0.9 * sum(alone[0][:4])
-    assert differing(first[1:], second[1:]) == differing(first[1:], alone[1:]) == []
+    single = _trained(model, mode, SINGLE_PROCESS, zip(*shares, strict=True))
+    assert first[0] == second[0] == single[0]
+    assert sum(single[0][-4:]) < 0.9 * sum(single[0][:4])
+    assert differing(first[1:], second[1:]) == differing(first[1:], single[1:]) == []
 
 
 @pytest.mark.parametrize("mode", ["fp32", "mixed"])
@@ -97,6 +98,8 @@ def test_ranks_average_gradients_that_only_the_step_finds(mode):
                 loss = model(share).square().mean()
             (loss / len(shares)).backward()
         result = optimizer.step()
+        with pytest.raises(ConfigError, match="has consumed the gradients"):
+            optimizer.step()
         return [result.grad_norm, *optimizer.masters_by_name(model).values()]
 
     values, barrier = [None, None], threading.Barrier(2, timeout=60)

@@ -207,7 +207,8 @@ class MasterWeights(OptimizerWrapper):
 
     def collect_step_grads(self, scale: Tensor | float) -> Gradients:
         """Return the step's gradients: accumulated, or left by a backward pass with this scale."""
-        if self.comm.size > 1 and self._means is None and not self.accumulator.filled:
+        left = self._means is None and not self.accumulator.filled
+        if left and self.comm.size > 1:
             self.accumulate(scale)  # So that the ranks average them.
         grads, device = self._pop_grads(), self._device
         for frozen in self._frozen:
@@ -224,7 +225,7 @@ class MasterWeights(OptimizerWrapper):
             self.accumulator = Accumulator()
         else:
             gradients = measure_grads(grads, scale, device, with_norm=True)
-            gradients.no_new = self._consumed and not grads
+        gradients.no_new = left and self._consumed and not gradients.by_master
         self._means = None
         if self.skips_on_device and not self.stepped_once.issuperset(gradients.by_master):
             self.skips_on_device = None

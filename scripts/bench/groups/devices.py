@@ -89,8 +89,6 @@ def efficiencies(times: Times) -> list[str]:
     lines = []
     for alone in (name for name in times if name.endswith(SINGLE_PROCESS)):
         together = alone.removesuffix(SINGLE_PROCESS)
-        if together not in times:
-            continue
         found = ratio(times, alone, together)
         spread = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
         lines.append(f"scaling efficiency, {together}: {spread}")

@@ -86,7 +86,7 @@ STEPS: dict[str, Callable[[Workload, Laps, Comm], Step]] = {
     **{name: partial(_by_trainer, **how) for name, how in _TRAINED.items()},
     "mpframe fp32, after_backward": partial(_by_trainer, mode="fp32", reduce="after_backward"),
     **{f"{name}{SINGLE_PROCESS}": partial(_alone, **how) for name, how in _TRAINED.items()},
-    f"by hand bfloat16{SINGLE_PROCESS}": partial(_alone, step=by_hand, half=torch.bfloat16),
+    f"{BY_HAND['bfloat16']}{SINGLE_PROCESS}": partial(_alone, step=by_hand, half=torch.bfloat16),
 }
 """Who takes part, by the name in the tables."""
 
