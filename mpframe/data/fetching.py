@@ -67,7 +67,7 @@ class Fetcher(Dataset[Any]):
                 self._view, self._epoch = at_epoch(self._dataset, self._seed, epoch), epoch
         if self._by_rows or hasattr(self._view, "fetch_batch"):
             self._current.note(indices[0])
-            with blame_data(f"{name_samples(indices)} cannot be read"):
+            with blame_data("cannot be read", indices):
                 if self._by_rows:
                     chosen = torch.tensor(indices)
                     batch = tuple(tensor[chosen] for tensor in self._view.tensors)
@@ -88,8 +88,7 @@ class Fetcher(Dataset[Any]):
 def stack(samples: list[Any], indices: Sequence[int], collate: Collate | None) -> Any:
     """Make a batch of samples, by `collate` or torch's default_collate."""
     if collate is not None:
-        blamed = f"{name_samples(indices)} cannot be collated"
-        with blame_data(blamed, "fix the collate of its Task"):
+        with blame_data("cannot be collated", indices, "fix the collate of its Task"):
             return collate(samples)
     try:
         batch = default_collate(samples)
@@ -124,14 +123,20 @@ def at_epoch(dataset: Any, seed: int, epoch: int) -> Any:
 
 
 @contextmanager
-def blame_data(what: str, way_out: str = "fix the dataset or its data") -> Iterator[None]:
-    """Make one line of the dataset's error, and a note of its cause, which stays in a worker."""
+def blame_data(
+    what: str, samples: Sequence[int] = (), way_out: str = "fix the dataset or its data"
+) -> Iterator[None]:
+    """Make one line of the dataset's error, and a note of its cause, which stays in a worker.
+
+    It begins with `samples` and `what`. They are named only if there is an error: it takes time.
+    """
     try:
         yield
     except MpframeError:
         raise
     except (Exception, SystemExit) as error:
-        blamed = DataError(f"dataset: {what}: {describe_error(error)}; {way_out}")
+        named = f"{name_samples(samples)} {what}" if samples else what
+        blamed = DataError(f"dataset: {named}: {describe_error(error)}; {way_out}")
         blamed.add_note(traceback.format_exc())
         raise blamed from None
 
