@@ -31,9 +31,9 @@ from mpframe.config.sweep import holds_this_run, make_stop_error
 from mpframe.core.errors import ConfigError, DivergedError, MpframeError, RunInterrupted
 from mpframe.files.file_lock import turn_in
 from mpframe.files.text import printable
-from mpframe.parallel.launch import line_of
-from mpframe.parallel.place import place
 from mpframe.tracking.summary import Status, Summary
+from mpframe.training.parallel.launch import line_of
+from mpframe.training.parallel.place import place
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mpframe.core.comm import SINGLE_PROCESS, Comm
-from mpframe.lowbit.handler import watch_products
-from mpframe.lowbit.recipe import OPERANDS
+from mpframe.precision.lowbit.handler import watch_products
+from mpframe.precision.lowbit.recipe import OPERANDS
 from mpframe.precision.precision import Precision
 
 FILE_NAME = "products.csv"
@@ -60,11 +60,11 @@ class ProductProbe:
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._rows: Rows = {}
-        watch_products(precision, self._add_row)
+        watch_products(precision.op_handlers, self._add_row)
 
     def noises(self, comm: Comm = SINGLE_PROCESS) -> Noises:
         """Stop, and return all ranks' counts on rank 0, in one transfer. All ranks call this."""
-        watch_products(self._precision, None)
+        watch_products(self._precision.op_handlers, None)
         rows = torch.stack(list(self._rows.values())).cpu() if self._rows else ()
         counted: Rows = {}
         for counted_on_rank in comm.gather_object(dict(zip(self._rows, rows, strict=True))):

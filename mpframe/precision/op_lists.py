@@ -68,7 +68,7 @@ def op_name(function: Any) -> str:
 
 
 # mpframe/conf in the wheel, conf/ in a clone.
-_SHIPPED = [parent / "conf" / "ops" for parent in Path(__file__).resolve().parents[1:3]]
+_PLACES = [parent / "conf" for parent in Path(__file__).resolve().parents[1:3]]
 LISTS = ("allow", "deny", "infer")
 PINS = ("fp32", "half")
 # Ops that write running statistics into their arguments: only their first input is ever cast, and
@@ -152,13 +152,18 @@ class OpLists:
         return not (self.allow or self.deny or self.infer)
 
 
+def shipped(group: str) -> Path:
+    """Return the folder of a group of the shipped configuration."""
+    return next(place / group for place in _PLACES if (place / group).is_dir())
+
+
 @cache
 def _read(name: str) -> Mapping[str, Any]:
-    folder = next(folder for folder in _SHIPPED if folder.is_dir())
+    folder = shipped("ops")
     path = folder / f"{name}.yaml"
     if not path.is_file():
-        shipped = sorted(file.stem for file in folder.glob("*.yaml"))
-        raise ConfigError(f"ops={name}: choose {', '.join(shipped)}")
+        known = sorted(file.stem for file in folder.glob("*.yaml"))
+        raise ConfigError(f"ops={name}: choose {', '.join(known)}")
     node = _parse(path.read_text())
     merged: dict[str, Any] = {}
     for base in node.pop("defaults", {"_self_": None}):  # Hydra's list of the files to merge.

@@ -6,7 +6,7 @@ with precision.cast():
     loss = loss_fn(model(inputs), targets)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -31,9 +31,6 @@ from mpframe.precision.storage import store
 from mpframe.precision.torch_functions import follow_backward_passes, stop_following
 from mpframe.precision.trace import WeightUses, initialize_lazy, trace
 
-find_recipes: Callable[[Policy], tuple[Policy, OpHandler]] | None = None
-"""Returns a policy with the recipes that it names, and what runs them. mpframe.lowbit sets it."""
-
 
 class Precision:
     """A dtype mode, as it is applied to a model and its optimizer.
@@ -47,7 +44,7 @@ class Precision:
             products below 16 bits, for which `auto` is native only on GPUs.
         master_weights: False leaves the masters out, to study what they are for.
         products: the recipe that computes matrix products and convolutions below 16 bits, a name or
-            a `Recipe`, or `none` to keep them in half. `import mpframe.lowbit` first.
+            a `Recipe`, or `none` to keep them in half.
         recipes: your recipes, by the names that `products` and pins use.
         op_handlers: run ops in another way. They are asked before the lists.
 
@@ -75,11 +72,8 @@ class Precision:
         self.op_handlers = tuple(op_handlers)
         names = {products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}
         if names or recipes:
-            if find_recipes is None:
-                raise ConfigError(
-                    f"dtype.products or ops.modules: {', '.join(sorted(names))}: recipes are in "
-                    "mpframe.lowbit; import it first. Without it modules are fp32, half or none"
-                )
+            from mpframe.precision.lowbit.handler import find_recipes  # Few runs need it.
+
             self.policy, recipe_handler = find_recipes(self.policy)
             self.op_handlers += (recipe_handler,)
         self.master_weights = master_weights

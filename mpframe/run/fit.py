@@ -14,8 +14,8 @@ from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.checkpoints import SavePlan
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.results import Throughput
 from mpframe.training.interruption import Interruption
+from mpframe.training.results import Throughput
 from mpframe.training.run_context import RunContext, set_up
 from mpframe.training.trainer import Trainer
 

@@ -15,9 +15,9 @@ from mpframe.run.parts import RunCallbacks, resolve_device
 from mpframe.tracking.environment import peak_memory
 from mpframe.tracking.summary import Status, Summary
 from mpframe.training.callbacks.ema import ema_of
-from mpframe.training.callbacks.results import Results
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.plan import Progress
+from mpframe.training.results import Results
 from mpframe.training.trainer import Loader, Trainer
 
 log = logging.getLogger(__name__)

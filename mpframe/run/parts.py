@@ -25,17 +25,17 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task, make_loader, training_loader
-from mpframe.parallel.layout import Layout
-from mpframe.parallel.place import place
 from mpframe.precision.op_lists import PINS, OpLists
 from mpframe.precision.policy import NO_PRODUCTS
 from mpframe.precision.precision import Precision
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.callbacks.results import Results, Throughput
 from mpframe.training.evaluation import LOSS, NamedMetric
 from mpframe.training.interruption import Interruption
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.place import place
+from mpframe.training.results import Results, Throughput
 from mpframe.training.trainer import Callbacks
 
 
@@ -232,7 +232,7 @@ def build_precision(config: Config) -> Precision:
     lists = OpLists.from_mapping(vars(config.ops))
     recipes = {}
     if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
-        made = import_module("mpframe.lowbit.recipe").Recipe.from_mapping
+        made = import_module("mpframe.precision.lowbit.recipe").Recipe.from_mapping
         recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
     return Precision(
         dtype.mode,

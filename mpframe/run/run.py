@@ -42,8 +42,6 @@ from mpframe.data.task import Task
 from mpframe.files.durable import refuse_unwritable
 from mpframe.files.file_lock import run_lock
 from mpframe.files.stored_yaml import parse_stored
-from mpframe.parallel.launch import init_comm, refuse_misfit
-from mpframe.parallel.place import place, separate
 from mpframe.run.description import announce, describe, usage_of
 from mpframe.run.folder import RunFolder, keep_vocabulary, refuse_unfit, unwritable_in_one_line
 from mpframe.run.outcome import best_checkpoint, final_test, summary_of
@@ -65,7 +63,9 @@ from mpframe.tracking.logger import Loggers
 from mpframe.tracking.summary import Status, Summary
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.interruption import Interruption
-from mpframe.training.ranks import refuse_other_start
+from mpframe.training.parallel.launch import init_comm, refuse_misfit
+from mpframe.training.parallel.place import place, separate
+from mpframe.training.parallel.same_weights import refuse_other_start
 from mpframe.training.run_context import RunContext, set_up
 from mpframe.training.trainer import Trainer
 
@@ -227,9 +227,10 @@ class Run:
         """Load the checkpoint, if any, take the folder, and return the run's identity."""
         resume = self.config.run.resume
         identity = resume_from(trainer, resume, self.folder, self.run_folder.config)
-        refuse_other_start(trainer, resume)
+        step = trainer.progress.global_step
+        refuse_other_start(trainer.comm, step, trainer.weights(), resume)
         self.run_folder.take()
-        for moved in set_aside_after(self.rank_folder, trainer.progress.global_step):
+        for moved in set_aside_after(self.rank_folder, step):
             log.warning("warning: newer than where the run goes on, now %s", moved)
         return identity
 

@@ -21,13 +21,13 @@ from mpframe.config.schema import Config
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.tree import HALF, dtype_name
-from mpframe.parallel.layout import Layout
 from mpframe.precision.precision import Precision
 from mpframe.precision.storage import formats_of
 from mpframe.run.parts import build_model, ranges_every
 from mpframe.training.memory import cast_again
 from mpframe.training.optimizers.whole_weights import gather_for_steps
-from mpframe.training.ranks import refuse_other_weights, sums_of
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.same_weights import refuse_other_weights, sums_of
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def shard(
     # It keeps no whole weight.
     formats = WeakTensorKeyDictionary(formats_of(model, precision.policy, precision.uses(model)))
     sums: dict[tuple[Any, ...], float] = {}
-    from mpframe.parallel.sharding import Sharding  # It loads FSDP.
+    from mpframe.training.parallel.sharding import Sharding  # It loads FSDP.
 
     comm.sharding, comm.tensor = Sharding(model, layout), layout.tensor
     replaced = comm.sharding.divide(formats, device, partial(_fill, deferred, formats, sums))
@@ -144,7 +144,7 @@ def _check_range(weights: Mapping[str, Tensor], formats: Mapping[Any, torch.dtyp
 
 def build_deferred(config: Config) -> tuple[nn.Module, Any]:
     """Make a model without values, and what fills it later. None: it has them, lazy layers do."""
-    from mpframe.parallel.deferred import Deferred  # It loads torch's fake tensors.
+    from mpframe.training.parallel.deferred import Deferred  # It loads torch's fake tensors.
 
     before, deferred = rng_state(), Deferred()
     try:

@@ -17,7 +17,6 @@ from mpframe.core.errors import ConfigError, RunInterrupted, first_line
 from mpframe.core.trainer import StepOptimizer
 from mpframe.core.tree import device_of, map_tensors
 from mpframe.data.task import Task, training_loader
-from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.precision.precision import Precision
 from mpframe.run.optimizer import build_optimizers, build_schedule
 from mpframe.run.parts import (
@@ -37,6 +36,7 @@ from mpframe.training.callbacks.schedules import Schedule, Schedules
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.memory import recompute, to_channels_last
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.parallel.sync_batchnorm import synchronize
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 
@@ -94,15 +94,15 @@ def build_trainer(config: Config, task: Task, batches: int, comm: Comm = SINGLE_
 def _kind_of(task: Task, optimizer: StepOptimizer, compiled: bool | str) -> type[Trainer]:
     """Choose the trainer for these objectives and this optimizer, and import only that one."""
     if isinstance(task.objective, Mapping):
-        from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+        from mpframe.training.trainers.multi_objective import MultiObjectiveTrainer
 
         return MultiObjectiveTrainer
     if optimizer.needs_closure:
-        from mpframe.training.optimizers.lbfgs import ClosureTrainer
+        from mpframe.training.trainers.lbfgs import ClosureTrainer
 
         return ClosureTrainer
     if compiled == "step":
-        from mpframe.training.compiled_step import CompiledTrainer
+        from mpframe.training.trainers.compiled_step import CompiledTrainer
 
         return CompiledTrainer
     return Trainer

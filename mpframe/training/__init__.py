@@ -2,12 +2,14 @@
 
     trainer, plan, extra_state         `fit`, its length and progress, all that a checkpoint has
     evaluation                         the loss and metrics of a validation
-    compiled_step, step_record         a whole step as one graph
     objectives, probe                  losses for YAML files; the first loss scale, measured
     memory                             channels last, recomputation, memory kept for the next step
-    interruption, ranks, run_context   signals that stop a run; ranks that differ; a run's parts
+    run_context, results               the parts of a run; its last and best numbers
+    interruption                       signals that stop a run
     callbacks/                         what watches a run, and what follows each step of it
-    optimizers/                        several optimizers, several losses, LBFGS
+    optimizers/                        several optimizers, and which weights each takes
+    trainers/                          the whole step compiled, several losses, LBFGS
+    parallel/                          several processes, on torch's DDP and FSDP2
 
 Imports data and what is below it. Nothing here knows an option or instantiates anything.
 """

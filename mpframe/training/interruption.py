@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from mpframe.core.callback import Callback
 from mpframe.core.errors import RunInterrupted
-from mpframe.parallel.place import place
+from mpframe.training.parallel.place import place
 from mpframe.training.trainer import Trainer
 
 SIGNALS = tuple(

@@ -13,7 +13,7 @@ from mpframe.core.callback import Algorithm, Callback
 from mpframe.core.errors import nearest
 from mpframe.data.loading import Loader
 from mpframe.tracking.logger import Loggers
-from mpframe.training.callbacks.results import Results, Throughput
+from mpframe.training.results import Results, Throughput
 from mpframe.training.trainer import Trainer, run_callbacks
 
 log = logging.getLogger(__name__)

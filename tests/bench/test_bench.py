@@ -31,7 +31,7 @@ from in_process import differing, scalars
 from mpframe.config.command_line import compose_named, without_hydra
 from mpframe.core.errors import MpframeError
 from mpframe.run.run import train
-from mpframe.training.step_record import StepRecord
+from mpframe.training.trainers.step_record import StepRecord
 
 
 def test_every_round_has_a_turn_of_everybody_in_another_order_and_warm_up_does_not_count() -> None:

@@ -147,7 +147,7 @@ UNUSED = """workloads.gan workloads.speech workloads.tables workloads.text workl
     workloads.segmentation data.cifar data.image_files lab.report lab.doctor lab.ranges
     lab.range_watch lab.search lab.simulation lab.autopsy.evidence lab.autopsy.replay
     lab.autopsy.diagnosis checkpoint.export_graph checkpoint.init_from
-    training.callbacks.step_hooks training.optimizers.lbfgs training.optimizers.multi_objective
+    training.callbacks.step_hooks training.trainers.lbfgs training.trainers.multi_objective
     training.callbacks.profile training.callbacks.utilization training.callbacks.gradient_norms
     tracking.json_lines integrations lab.find lab.validation data.streaming data.shares"""
 TRAIN = """

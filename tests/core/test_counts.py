@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from mpframe import MasterWeights, Precision, Static
 from mpframe.core.comm import SINGLE_PROCESS, is_sharded
 from mpframe.core.objective import NamedObjective, StepOutput, samples_in
-from mpframe.parallel.launch import init_comm
 from mpframe.run.sharding import shard
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.objectives import model_loss
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.parallel.launch import init_comm
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
+from mpframe.training.trainers.multi_objective import MultiObjectiveTrainer
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,6 @@ from mpframe.core.objective import StepOutput
 from mpframe.core.optim.gradients import measure_grads
 from mpframe.core.trainer import StepTrainer
 from mpframe.core.tree import map_tensors
-from mpframe.lowbit import recipe  # noqa: F401  It makes recipes known.
 from mpframe.precision.handlers import OpHandler
 
 HALF = torch.float16

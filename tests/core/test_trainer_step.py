@@ -17,8 +17,8 @@ from mpframe.core.objective import supervised
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
 from mpframe.training.evaluation import Evaluator
-from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.trainers.lbfgs import ClosureTrainer
 
 INF = float("inf")  # through BatchNorm it reaches the running statistics and every gradient
 

@@ -9,8 +9,8 @@ import torch
 from prepared import prepared
 from torch import Tensor, nn
 
-from mpframe.training.compiled_step import CompiledTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.trainers.compiled_step import CompiledTrainer
 
 OVERFLOW = 4  # the number of a batch
 # A product with such a rate is exact, so it makes no difference that a recorded step takes the rate

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpframe import Precision
-from mpframe.lowbit.formats import FORMATS, Draw
-from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Axes, Quantization
+from mpframe.precision.lowbit.formats import FORMATS, Draw
+from mpframe.precision.lowbit.recipe import Recipe
+from mpframe.precision.lowbit.scaling import Axes, Quantization
 
 ROWS, COLUMNS = Axes((1,), 0), Axes((0,), 1)
 ML_DTYPES = {

@@ -12,7 +12,7 @@ from mpframe import Precision, Trainer
 from mpframe.core.objective import supervised
 from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
-from mpframe.training.callbacks.results import Results, Throughput
+from mpframe.training.results import Results, Throughput
 from mpframe.training.run_context import RunContext
 
 

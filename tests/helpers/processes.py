@@ -28,7 +28,7 @@ SCRIPT = ROOT / "scripts" / "train.py"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
     "mpframe.run.run", "mpframe.cli.commands.train", "mpframe.data", "pytest",
-    "mpframe.parallel.process_group",
+    "mpframe.training.parallel.process_group",
     "torch._dynamo", "torch.distributed.fsdp",  # With the first step, of whatever model.
 ])  # fmt: skip
 

@@ -29,15 +29,15 @@ from mpframe.data import Loader, classification
 from mpframe.data.metrics import RMSE, Accuracy
 from mpframe.data.streaming import StreamLoader
 from mpframe.data.task import Task
-from mpframe.lowbit.recipe import Recipe
-from mpframe.parallel import data_parallel, process_group
-from mpframe.parallel.launch import init_comm
-from mpframe.parallel.layout import Layout
-from mpframe.parallel.sync_batchnorm import synchronize
+from mpframe.precision.lowbit.recipe import Recipe
 from mpframe.run.sharding import shard
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.evaluation import Evaluator
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.parallel import data_parallel, process_group
+from mpframe.training.parallel.launch import init_comm
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.sync_batchnorm import synchronize
 from mpframe.training.plan import Plan
 from mpframe.training.trainer import Trainer
 from mpframe.workloads.images import resnet18

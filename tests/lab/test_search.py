@@ -12,7 +12,6 @@ from prepared import prepared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision, Trainer
 from mpframe.cli.commands.search import main
 from mpframe.lab.search import Pins, RelativeError, Search

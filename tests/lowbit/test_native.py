@@ -18,11 +18,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpframe import OpLists, Precision
 from mpframe.core.errors import ConfigError
-from mpframe.lowbit import native
-from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.native import codes_of, kind_of, multiply, refusal, scales_of, take_apart
-from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Quantization, quantize
+from mpframe.precision.lowbit import native
+from mpframe.precision.lowbit.formats import FORMATS
+from mpframe.precision.lowbit.native import (
+    codes_of,
+    kind_of,
+    multiply,
+    refusal,
+    scales_of,
+    take_apart,
+)
+from mpframe.precision.lowbit.recipe import Recipe
+from mpframe.precision.lowbit.scaling import Quantization, quantize
 from mpframe.tracking.dtype_map import dtype_map
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mpframe import OpLists, Precision
 from mpframe.core.tree import map_tensors, tensors_in
-from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Axes, quantize
+from mpframe.precision.lowbit.formats import FORMATS
+from mpframe.precision.lowbit.recipe import Recipe
+from mpframe.precision.lowbit.scaling import Axes, quantize
 from mpframe.tracking.dtype_map import dtype_map
 
 EXPERTS = partial(F.grouped_mm, offs=torch.tensor([4, 10, 16], dtype=torch.int32))

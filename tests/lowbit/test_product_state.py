@@ -23,10 +23,10 @@ from mpframe.lab import product_noise as lab
 from mpframe.lab.autopsy.replay import Case, Setting, replay
 from mpframe.lab.doctor import Subject, check_products
 from mpframe.lab.product_noise import Noise, ProductProbe
-from mpframe.lowbit.formats import FORMATS
-from mpframe.lowbit.kernels import ProductState
-from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Quantization, count_noise, quantize
+from mpframe.precision.lowbit.formats import FORMATS
+from mpframe.precision.lowbit.kernels import ProductState
+from mpframe.precision.lowbit.recipe import Recipe
+from mpframe.precision.lowbit.scaling import Quantization, count_noise, quantize
 from mpframe.run.resume import _load
 
 DY = {"dy": {"rounding": "stochastic", "format": "e2m1"}}

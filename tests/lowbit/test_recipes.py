@@ -19,7 +19,7 @@ from mpframe.config import CONF
 from mpframe.config.command_line import check_config
 from mpframe.config.schema import Config
 from mpframe.core.errors import ConfigError
-from mpframe.lowbit.recipe import Recipe, list_recipes
+from mpframe.precision.lowbit.recipe import Recipe, list_recipes
 from mpframe.run.parts import build_precision, in_fp32
 from mpframe.tracking.dtype_map import describe, dtype_map
 

@@ -14,9 +14,16 @@ from fixtures import Patch
 from low_bits import COLUMNS, ML_DTYPES, ROWS, by_ml_dtypes, uniform
 from torch import Tensor
 
-from mpframe.lowbit import scaling
-from mpframe.lowbit.formats import FORMATS, round_to
-from mpframe.lowbit.scaling import RULES, Axes, Quantization, apply_hadamard, find_scales, quantize
+from mpframe.precision.lowbit import scaling
+from mpframe.precision.lowbit.formats import FORMATS, round_to
+from mpframe.precision.lowbit.scaling import (
+    RULES,
+    Axes,
+    Quantization,
+    apply_hadamard,
+    find_scales,
+    quantize,
+)
 
 NAN = math.nan
 FP32 = Quantization(FORMATS["e4m3fn"])

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from mpframe.core.comm import SINGLE_PROCESS, part_of
 from mpframe.core.errors import ConfigError
-from mpframe.parallel import data_parallel
-from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.launch import init_comm
+from mpframe.training.parallel import data_parallel
+from mpframe.training.parallel.data_parallel import DataParallel
+from mpframe.training.parallel.launch import init_comm
 from mpframe.training.trainer import Trainer
 
 LOW_BITS = {

@@ -22,9 +22,9 @@ from mpframe.checkpoint.init_from import fit_weights
 from mpframe.config.command_line import check_config
 from mpframe.core.comm import is_sharded
 from mpframe.core.objective import supervised
-from mpframe.parallel import deferred
-from mpframe.parallel.deferred import Deferred
 from mpframe.run.sharding import build_deferred, trace_deferred
+from mpframe.training.parallel import deferred
+from mpframe.training.parallel.deferred import Deferred
 
 
 @pytest.fixture(autouse=True)

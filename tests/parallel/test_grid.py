@@ -18,10 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from mpframe.core.comm import Comm, is_sharded
 from mpframe.core.errors import ConfigError
-from mpframe.parallel import sharding, unused
-from mpframe.parallel.layout import Layout
-from mpframe.parallel.unused import Usage
 from mpframe.run.resume import compare
+from mpframe.training.parallel import sharding, unused
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.unused import Usage
 from mpframe.training.trainer import Trainer
 
 

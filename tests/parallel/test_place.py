@@ -21,10 +21,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mpframe.cli.commands.train import of_this_rank
 from mpframe.core.errors import ConfigError
-from mpframe.parallel import launch
-from mpframe.parallel.launch import init_comm, line_of, refuse_misfit
-from mpframe.parallel.place import Place, address, missing, place, separate
 from mpframe.run.parts import resolve_device
+from mpframe.training.parallel import launch
+from mpframe.training.parallel.launch import init_comm, line_of, refuse_misfit
+from mpframe.training.parallel.place import Place, address, missing, place, separate
 
 _KNOWN = re.compile("RANK|WORLD_SIZE|LOCAL_RANK|MASTER_|TORCHELASTIC|SLURM|OMPI|PMI|MPI_|SUBMITIT")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}

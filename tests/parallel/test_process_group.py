@@ -17,10 +17,10 @@ from mpframe.core.objective import supervised
 from mpframe.core.optim.master_weights import MasterWeights
 from mpframe.core.trainer import StepOptions, StepTrainer
 from mpframe.lab.ranges import RangeProbe
-from mpframe.parallel import process_group
-from mpframe.parallel.sync_batchnorm import synchronize
 from mpframe.run.footprint import Way, Weight, payload, sent
 from mpframe.training import evaluation
+from mpframe.training.parallel import process_group
+from mpframe.training.parallel.sync_batchnorm import synchronize
 
 
 def sums(comm: Any) -> list[Tensor]:

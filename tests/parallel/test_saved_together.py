@@ -22,9 +22,9 @@ from mpframe.checkpoint.parts import Pieces
 from mpframe.core.comm import is_sharded, part_of
 from mpframe.core.errors import CheckpointError
 from mpframe.core.tree import tensors_in
-from mpframe.parallel.launch import init_comm
 from mpframe.run import resume
 from mpframe.tracking.summary import Status
+from mpframe.training.parallel.launch import init_comm
 
 FSDP = [*NET, f"dtype={SHARDED}", "trainer.ema_decay=0.9", "trainer.keep_last=3",
         "callbacks.autopsy=null", "trainer.parallel=fsdp"]  # fmt: skip

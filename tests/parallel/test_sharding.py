@@ -24,12 +24,12 @@ from mpframe.core.comm import Comm, is_sharded, part_of
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
 from mpframe.core.tree import map_tensors
-from mpframe.lowbit.handler import watch_products
-from mpframe.parallel.layout import Layout
+from mpframe.precision.lowbit.handler import watch_products
 from mpframe.run.sharding import _step_parts as refuse_whole_weights
 from mpframe.run.sharding import refuse_beside_sharding, shard
 from mpframe.training.callbacks.freeze import set_requires_grad
 from mpframe.training.callbacks.step_hooks import LARC, Penalty
+from mpframe.training.parallel.layout import Layout
 from mpframe.training.probe import probe_amax
 from mpframe.training.trainer import Trainer
 
@@ -59,7 +59,7 @@ def require_names(trainer: Trainer, _: int) -> None:
     def watch(weight: str, product: str, operand: str, row: Tensor) -> None:
         assert weight.endswith("weight"), (product, operand)
 
-    watch_products(trainer.precision, watch)
+    watch_products(trainer.precision.op_handlers, watch)
 
 
 def freeze_for_a_step(trainer: Trainer, step: int) -> None:

@@ -29,10 +29,10 @@ from mpframe.core.errors import ConfigError, MpframeError
 from mpframe.core.objective import supervised
 from mpframe.data.loading import share_of
 from mpframe.data.streaming import StreamLoader
-from mpframe.parallel.layout import Layout
 from mpframe.run.sharding import shard
 from mpframe.tracking.summary import Status
-from mpframe.training.ranks import refuse_drift
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.same_weights import refuse_drift
 from mpframe.training.trainer import Trainer
 
 STEPS, LR, CLIP = 3, 0.01, 0.5
@@ -105,7 +105,7 @@ def held(comm: Comm) -> list[Any]:
     assert model.head.weight is model.token_embed.weight
     if rank == 1:  # As by a callback, or a kernel that adds in any order.
         part_of(places["norm.weight"]).add_(1)
-    drifted = refused(MpframeError, refuse_drift, trainer)
+    drifted = refused(MpframeError, refuse_drift, comm, 0, trainer.weights())
     return [copies, sums.tolist(), list(heads.shape), shares, shared, drifted]
 
 

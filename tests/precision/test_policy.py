@@ -116,4 +116,4 @@ def test_shipped_ops_are_known_to_an_older_torch_and_without_their_library(monke
 def test_the_lists_are_found_in_a_wheel_and_in_a_clone() -> None:
     """A wheel has conf/ inside the package, a clone has it beside the package."""
     package = Path(mpframe.__file__).resolve().parent
-    assert [package / "conf" / "ops", package.parent / "conf" / "ops"] == op_lists._SHIPPED
+    assert [package / "conf", package.parent / "conf"] == op_lists._PLACES

@@ -12,7 +12,6 @@ from torch import Tensor, get_autocast_dtype, is_autocast_enabled, nn
 from torch.amp import custom_bwd, custom_fwd
 from vocabulary import HALVES, in_another_thread, inside, same_bits
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from mpframe import OpLists, Precision
 from mpframe.core.casts import outside_casts
 from mpframe.precision import policy

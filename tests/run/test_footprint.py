@@ -23,10 +23,10 @@ from mpframe.core.comm import SINGLE_PROCESS, Comm, is_sharded
 from mpframe.core.objective import supervised
 from mpframe.core.optim import masters
 from mpframe.core.tree import map_tensors
-from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.sharding import blocks_of
 from mpframe.run.footprint import Way, Weight, held, longest_message, measure, payload, state_bytes
 from mpframe.training.memory import cast_again, recompute
+from mpframe.training.parallel.data_parallel import DataParallel
+from mpframe.training.parallel.sharding import blocks_of
 
 RATIO = 0.05
 pytestmark = pytest.mark.usefixtures("only_new_tensors")

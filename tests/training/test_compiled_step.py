@@ -23,18 +23,17 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim.lr_scheduler import StepLR
 from vocabulary import differing
 
-import mpframe.lowbit  # noqa: F401  Its products.
 from mpframe import Backoff, LogMax, Precision, Schedules, Trainer
 from mpframe.core.callback import Algorithm
 from mpframe.core.errors import ConfigError
 from mpframe.core.objective import StepOutput
-from mpframe.training import compiled_step
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.guards import LossSpikes
 from mpframe.training.callbacks.step_hooks import Penalty
-from mpframe.training.compiled_step import CompiledTrainer
-from mpframe.training.optimizers.lbfgs import ClosureTrainer
-from mpframe.training.step_record import StepRecord
+from mpframe.training.trainers import compiled_step
+from mpframe.training.trainers.compiled_step import CompiledTrainer
+from mpframe.training.trainers.lbfgs import ClosureTrainer
+from mpframe.training.trainers.step_record import StepRecord
 
 
 @pytest.fixture

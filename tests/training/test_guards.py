@@ -20,9 +20,9 @@ from mpframe.checkpoint.state import weights_of
 from mpframe.core.errors import CheckpointError, ConfigError, DivergedError
 from mpframe.training.callbacks.ema import Ema
 from mpframe.training.callbacks.guards import LEAST, WINDOW, EarlyStopping, LossSpikes, SkipGuard
-from mpframe.training.callbacks.results import Results
 from mpframe.training.evaluation import Best, Evaluation
 from mpframe.training.plan import Progress
+from mpframe.training.results import Results
 
 NAN = math.nan
 

@@ -21,9 +21,9 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.optim import gradients
 from mpframe.run.target import make
 from mpframe.training.callbacks.step_hooks import LARC, GradientNorms, Penalty, StepHook
-from mpframe.training.optimizers.lbfgs import ClosureTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.trainer import run_callbacks
+from mpframe.training.trainers.lbfgs import ClosureTrainer
 
 OPTIMIZERS: dict[str, Any] = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),

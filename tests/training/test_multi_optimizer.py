@@ -19,8 +19,8 @@ from mpframe.core.callback import Batch
 from mpframe.core.errors import CheckpointError, ConfigError, DivergedError, MpframeError
 from mpframe.core.objective import Objective, StepOutput, supervised
 from mpframe.training.callbacks.guards import SkipGuard
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
+from mpframe.training.trainers.multi_objective import MultiObjectiveTrainer
 from mpframe.workloads.gan import Gan, discriminator_objective, generator_objective
 
 # Each with the part, or the loss, that overflows.

@@ -24,7 +24,7 @@ from mpframe.core.objective import NamedObjective, Objective, StepOutput, superv
 from mpframe.run.parts import build_task, to_device
 from mpframe.tracking.summary import Summary
 from mpframe.training.objectives import cross_entropy, model_loss
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
+from mpframe.training.trainers.multi_objective import MultiObjectiveTrainer
 from mpframe.workloads.segmentation.model import dice_cross_entropy
 from mpframe.workloads.tables.model import LogRegression
 

@@ -19,8 +19,8 @@ from mpframe.run.parts import build_task, seed_everything
 from mpframe.run.trainer import build_trainer
 from mpframe.training.callbacks.ema import ema_of
 from mpframe.training.callbacks.freeze import Freeze, set_requires_grad
-from mpframe.training.compiled_step import CompiledTrainer
 from mpframe.training.optimizers.selection import Selection, divide_parameters
+from mpframe.training.trainers.compiled_step import CompiledTrainer
 from mpframe.workloads.images import mlp
 
 SMALL = ["model=mlp", "model.hidden=8", "trainer.log_every=1", "loss_scaling=none"]

@@ -14,9 +14,10 @@ from torch import nn
 from mpframe import Curves, Evaluator, Plan, StepResult, Trainer, checkpoint
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import ConfigError
-from mpframe.training.callbacks import results, utilization
-from mpframe.training.callbacks.results import Throughput
+from mpframe.training import results
+from mpframe.training.callbacks import utilization
 from mpframe.training.callbacks.utilization import Utilization
+from mpframe.training.results import Throughput
 
 BATCH = 4
 

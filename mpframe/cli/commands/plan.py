@@ -35,14 +35,14 @@ from mpframe.core.errors import ConfigError, UserCodeError, first_line
 from mpframe.core.tree import map_tensors
 from mpframe.data.task import Task, training_loader
 from mpframe.files.text import align, say
-from mpframe.parallel.layout import Layout
-from mpframe.parallel.sharding import blocks_of
 from mpframe.precision.storage import formats_of
 from mpframe.run import footprint
 from mpframe.run.footprint import Way, Weight
 from mpframe.run.optimizer import build_optimizers
 from mpframe.run.parts import build_layout, build_model, build_precision, build_task
 from mpframe.training.memory import cast_again, recompute
+from mpframe.training.parallel.layout import Layout
+from mpframe.training.parallel.sharding import blocks_of
 
 _MODES = ("fp32", "amp", "mixed")
 

@@ -27,7 +27,7 @@ from mpframe.config.overrides import PRIMARY, own_folder_first, parse_flags, sou
 from mpframe.config.redaction import hide, secrets_of, values_of
 from mpframe.core.errors import MpframeError
 from mpframe.files.text import say, unreachable_in_one_line
-from mpframe.parallel.place import place, separate
+from mpframe.training.parallel.place import place, separate
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 

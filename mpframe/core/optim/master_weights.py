@@ -169,14 +169,14 @@ class MasterWeights(OptimizerWrapper):
 
         Raises:
             ConfigError: there are no new gradients, a bound is out of its range, both are given, or
-                the optimizer needs a closure (training/optimizers/lbfgs.py). Nothing has changed.
+                the optimizer needs a closure (training/trainers/lbfgs.py). Nothing has changed.
         """
         if max_norm is not None or max_value is not None:
             check_clipping(max_norm=max_norm, max_value=max_value)
         if self.needs_closure:
             raise ConfigError(
                 f"optimizer={type(self.optimizer).__name__}: evaluates the loss itself; step it "
-                "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"
+                "with mpframe.training.trainers.lbfgs, or use an optimizer without a closure"
             )
         scaling, loss = evaluate_closure(scaler, closure)
         scale = scale_of(scaling)

@@ -5,7 +5,6 @@ Begin with core/callback.py, the interface, and conf/callbacks/default.yaml, the
     records               writes numbers to files
     console               shows numbers
     profile               shows where the time of a step goes
-    results               keeps the numbers of the summary
     checkpoints           saves the run
     guards                end a run, skip a step whose loss jumps, or warn
     freeze                freezes layers for a while

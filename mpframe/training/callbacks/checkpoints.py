@@ -32,7 +32,7 @@ from mpframe.core.tree import device_of
 from mpframe.tracking import records_in
 from mpframe.tracking.environment import arithmetic
 from mpframe.training.evaluation import LOSS
-from mpframe.training.ranks import refuse_drift
+from mpframe.training.parallel.same_weights import refuse_drift
 from mpframe.training.run_context import RunContext, has_state
 from mpframe.training.trainer import Trainer, run_callbacks
 
@@ -86,7 +86,7 @@ class Checkpoints(Callback):
             run_callbacks(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
-            refuse_drift(trainer)
+            refuse_drift(trainer.comm, stands[0], trainer.weights())
             self._wait(trainer)
             self._write(trainer, snapshot)
 

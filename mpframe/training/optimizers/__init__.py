@@ -1,1 +1,1 @@
-"""What goes beyond one optimizer over one loss, written over the core's public parts."""
+"""Several optimizers, and which weights each takes, over the core's public parts."""

@@ -42,11 +42,11 @@ from mpframe.tracking.logger import Loggers
 from mpframe.tracking.tracker import Tracker
 from mpframe.training.callbacks.guards import SkipGuard
 from mpframe.training.callbacks.records import Curves, RecordAmax
-from mpframe.training.callbacks.results import Results, Throughput
-from mpframe.training.compiled_step import CompiledTrainer
 from mpframe.training.plan import Plan
+from mpframe.training.results import Results, Throughput
 from mpframe.training.run_context import RunContext
 from mpframe.training.trainer import Trainer, run_callbacks
+from mpframe.training.trainers.compiled_step import CompiledTrainer
 from mpframe.workloads.images import mlp, resnet18
 
 HAND = "by hand"

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import mpframe.lowbit  # noqa: F401  # Recipes are named.
 from bench.step.laps import Laps
 from bench.step.workloads import Workload
 from mpframe.core.comm import SINGLE_PROCESS, Comm

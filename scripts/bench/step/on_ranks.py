@@ -22,15 +22,17 @@ from bench.step.competitors import Step, by_hand, by_trainer
 from bench.step.laps import Laps
 from bench.step.workloads import WORKLOADS, Workload
 from mpframe.core.comm import Comm
-from mpframe.parallel.launch import init_comm
-from mpframe.parallel.place import place
 from mpframe.training.memory import keep_freed_memory
+from mpframe.training.parallel.launch import init_comm
+from mpframe.training.parallel.place import place
 
 BY_HAND = {"fp32": "DistributedDataParallel fp32", "bfloat16": "DistributedDataParallel bfloat16"}
 SINGLE_PROCESS = ", one process"
+_AMP = {"mode": "amp", "half": "bfloat16"}
 _TRAINED: dict[str, dict[str, Any]] = {
     "mpframe fp32": {"mode": "fp32"},
-    "mpframe amp bfloat16": {"mode": "amp", "half": "bfloat16"},
+    "mpframe amp bfloat16": _AMP,
+    "mpframe amp bfloat16, torch's casts": {**_AMP, "torchs_casts": True},
     "mpframe mixed bfloat16": {"mode": "mixed", "half": "bfloat16"},
     "mpframe mixed float16": {"mode": "mixed", "half": "float16"},
 }

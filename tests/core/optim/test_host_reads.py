@@ -19,9 +19,9 @@ from mpframe.core.objective import StepOutput, supervised
 from mpframe.lab.autopsy.callback import Autopsy
 from mpframe.training.callbacks.ema import Ema, ema_of
 from mpframe.training.callbacks.schedules import Schedules, warmup_cosine
-from mpframe.training.optimizers.multi_objective import MultiObjectiveTrainer
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
+from mpframe.training.trainers.multi_objective import MultiObjectiveTrainer
 
 pytestmark = pytest.mark.usefixtures("waited_for")
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW

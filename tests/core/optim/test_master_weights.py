@@ -15,9 +15,9 @@ from mpframe.core.errors import ConfigError
 from mpframe.core.objective import supervised
 from mpframe.core.optim.masters import set_master
 from mpframe.tracking.dtype_map import dtype_map
-from mpframe.training.optimizers.lbfgs import step_with_closure
 from mpframe.training.optimizers.multi_optimizer import MultiOptimizer
 from mpframe.training.plan import Plan
+from mpframe.training.trainers.lbfgs import step_with_closure
 
 LBFGS, MSE = torch.optim.LBFGS, nn.MSELoss()
 
@@ -232,7 +232,7 @@ ONE, COMPLEX = torch.zeros(2), nn.Parameter(torch.zeros(2, dtype=torch.complex64
         (lambda: made(ONE).step(Static(2.0).scale), "optimizer.step: takes a scaler of mpframe "
          "itself, not its scale"),
         (lambda: made(ONE, cls=LBFGS).step(), "optimizer=LBFGS: evaluates the loss itself; step it "
-         "with mpframe.training.optimizers.lbfgs, or use an optimizer without a closure"),
+         "with mpframe.training.trainers.lbfgs, or use an optimizer without a closure"),
         (lambda: step_with_closure(made(ONE.half(), cls=LBFGS), int),
          "optimizer=LBFGS: a closure goes without half weights; use dtype=fp32 or"),
         (lambda: made(ONE).step(max_norm=1.0, max_value=0.5),

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function
 
 from mpframe.core.tree import HALF, map_tensors, tensors_in
-from mpframe.lowbit.kernels import Quantizer, convolution, matmul
-from mpframe.lowbit.recipe import Recipe
 from mpframe.precision.emulation import each_axis, half_values, round_to
 from mpframe.precision.handlers import HANDS_OFF, Args, Kwargs, dtypes_in
+from mpframe.precision.lowbit.kernels import Quantizer, convolution, matmul
+from mpframe.precision.lowbit.recipe import Recipe
 from mpframe.precision.policy import CASTABLE, Policy
 
 ATTENTION = "scaled_dot_product_attention"

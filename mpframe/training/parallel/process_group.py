@@ -28,9 +28,9 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from mpframe.core.buffers import Buffers
 from mpframe.core.comm import Comm, Count, Loss, MicroBatch, Scale
 from mpframe.core.errors import ConfigError, LostRankError
-from mpframe.parallel.data_parallel import DataParallel
-from mpframe.parallel.place import Place, address, keeps_store
-from mpframe.parallel.sync_batchnorm import note_weight
+from mpframe.training.parallel.data_parallel import DataParallel
+from mpframe.training.parallel.place import Place, address, keeps_store
+from mpframe.training.parallel.sync_batchnorm import note_weight
 
 T = TypeVar("T")
 _MAX: Any = dist.ReduceOp.MAX

@@ -37,7 +37,7 @@ _BESIDE_OPS = frozenset(
     for name in ("tolist", "numpy", "__array__", "__dlpack__", "apply_", "map_", "map2_")
 )
 _OURS = tuple(
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
+    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

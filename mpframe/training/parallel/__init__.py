@@ -9,6 +9,7 @@
     deferred        a model without values, filled block by block as it is sharded
     tensor_parallel divides layers by a plan, on torch's parallelize_module
     sync_batchnorm  BatchNorm over the statistics of all ranks
+    same_weights    the check that the ranks have not drifted apart
 
 Every rank runs the same program. After each step all ranks hold the same weights, buffers,
 optimizer state, averages and loss scale, bit for bit, or each its part of them. For everything that

@@ -13,8 +13,3 @@ says how each operand of each product is quantised.
 
 The shipped recipes are `conf/dtype/products/*.yaml`.
 """
-
-from mpframe.lowbit.handler import find_recipes
-from mpframe.precision import precision
-
-precision.find_recipes = find_recipes

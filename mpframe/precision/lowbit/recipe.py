@@ -11,19 +11,18 @@ So x, w and dy are quantised twice, each time along the axis that is summed over
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 from omegaconf import OmegaConf
 
-from mpframe.config import CONF
 from mpframe.core.errors import ConfigError, nearest
 from mpframe.core.ranges import require_whole
-from mpframe.lowbit.formats import FORMATS, ElementFormat
-from mpframe.lowbit.scaling import RULES, Quantization
+from mpframe.precision.lowbit.formats import FORMATS, ElementFormat
+from mpframe.precision.lowbit.scaling import RULES, Quantization
+from mpframe.precision.op_lists import shipped
 
 OPERANDS = {"forward": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}
-_FOLDER = Path(CONF) / "dtype" / "products"
+_FOLDER = shipped("dtype/products")
 _CHOICES = {
     "per": ("tensor", "row", "block"),
     "scale": ("fp32", "e8m0", "e4m3", "none"),

@@ -12,21 +12,20 @@ from torch import Tensor
 
 from mpframe.core.comm import Comm, cuts_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
-from mpframe.training.trainer import Trainer
 
 
-def refuse_other_start(trainer: Trainer, resume: str) -> None:
+def refuse_other_start(comm: Comm, step: int, weights: Mapping[str, Tensor], resume: str) -> None:
     """Raise CheckpointError or UserCodeError if ranks begin at other steps or weights."""
-    if trainer.comm.size == 1:
+    if comm.size == 1:
         return
-    steps = trainer.comm.broadcast_object(trainer.comm.gather_object(trainer.progress.global_step))
-    for rank, step in enumerate(steps):
-        if step != steps[0]:
+    steps = comm.broadcast_object(comm.gather_object(step))
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
             raise CheckpointError(
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
-                f"{step}; every rank must see the run's folder"
+                f"{other}; every rank must see the run's folder"
             )
-    refuse_other_weights(trainer.comm, sums_of(trainer.weights().items()))
+    refuse_other_weights(comm, sums_of(weights.items()))
 
 
 def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> None:
@@ -39,16 +38,16 @@ def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> N
         )
 
 
-def refuse_drift(trainer: Trainer) -> None:
+def refuse_drift(comm: Comm, step: int, weights: Mapping[str, Tensor]) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
-    if trainer.comm.size == 1:
+    if comm.size == 1:
         return
-    differs = _first_difference(trainer.comm, sums_of(trainer.weights().items()))
+    differs = _first_difference(comm, sums_of(weights.items()))
     if differs is not None:
-        parallel = "ddp" if trainer.comm.sharding is None else "fsdp"
+        parallel = "ddp" if comm.sharding is None else "fsdp"
         raise MpframeError(
-            f"trainer.parallel={parallel}: after step {trainer.progress.global_step} {differs}; "
-            "what writes the weights, a callback as well, must do the same on all ranks"
+            f"trainer.parallel={parallel}: after step {step} {differs}; what writes the weights, a "
+            "callback as well, must do the same on all ranks"
         )
 
 

@@ -22,9 +22,15 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from mpframe.core.errors import first_line
-from mpframe.lowbit.formats import FORMATS, Draw
-from mpframe.lowbit.recipe import OPERANDS, Recipe
-from mpframe.lowbit.scaling import Axes, Quantization, apply_hadamard, find_scales, round_blocks
+from mpframe.precision.lowbit.formats import FORMATS, Draw
+from mpframe.precision.lowbit.recipe import OPERANDS, Recipe
+from mpframe.precision.lowbit.scaling import (
+    Axes,
+    Quantization,
+    apply_hadamard,
+    find_scales,
+    round_blocks,
+)
 
 
 @dataclass(frozen=True)

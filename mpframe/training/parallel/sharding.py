@@ -21,9 +21,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from mpframe.core.comm import weigh_
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import map_tensors
-from mpframe.parallel import unused
-from mpframe.parallel.layout import AXES, Layout
-from mpframe.parallel.tensor_parallel import parallelize
+from mpframe.training.parallel import unused
+from mpframe.training.parallel.layout import AXES, Layout
+from mpframe.training.parallel.tensor_parallel import parallelize
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

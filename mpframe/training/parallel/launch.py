@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpframe.core.errors import ConfigError, LostRankError, MpframeError
-from mpframe.parallel.place import address, keeps_store, missing, place
+from mpframe.training.parallel.place import address, keeps_store, missing, place
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,10 @@ def line_of(error: MpframeError) -> str | None:
     if not address()[0]:  # All ranks meet this error, and cannot ask each other.
         return text if rank == 0 else None
     line = text if rank == 0 or isinstance(error, LostRankError) else f"rank {rank}: {text}"
-    from mpframe.parallel.process_group import answer_within, store_at  # torch comes in here.
+    from mpframe.training.parallel.process_group import (  # torch comes in here.
+        answer_within,
+        store_at,
+    )
 
     def ask() -> bool:
         store, said = store_at(place(), _WAIT, "said"), re.sub(r"^rank \d+: ", "", text)
@@ -100,7 +103,7 @@ def init_comm(
             "not know the first one; name it in MASTER_ADDR, by -x MASTER_ADDR=FIRST or -genv "
             "MASTER_ADDR FIRST"
         )
-    from mpframe.parallel.process_group import ProcessGroup
+    from mpframe.training.parallel.process_group import ProcessGroup
 
     group = ProcessGroup(place(), device(), timeout)
     try:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from mpframe.core.errors import ConfigError
-from mpframe.lowbit import native
-from mpframe.lowbit.native import Parts, take_apart
-from mpframe.lowbit.recipe import Recipe
-from mpframe.lowbit.scaling import Axes, Quantization, count_noise, quantize
+from mpframe.precision.lowbit import native
+from mpframe.precision.lowbit.native import Parts, take_apart
+from mpframe.precision.lowbit.recipe import Recipe
+from mpframe.precision.lowbit.scaling import Axes, Quantization, count_noise, quantize
 
 Taken = TypeVar("Taken", Tensor, Parts)
 Watch = Callable[[str, str, str, Tensor], None]

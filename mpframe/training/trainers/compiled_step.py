@@ -39,8 +39,14 @@ from mpframe.core.tree import HALF, fields_of, host_waits_for, tensors_in, wides
 from mpframe.core.user_code import describe_error, name_of
 from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.callbacks.schedules import Schedules
-from mpframe.training.step_record import Recorder, RefuseReads, StepRecord, Watcher, refused
 from mpframe.training.trainer import Trainer
+from mpframe.training.trainers.step_record import (
+    Recorder,
+    RefuseReads,
+    StepRecord,
+    Watcher,
+    refused,
+)
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from mpframe.core.tree import widest
-from mpframe.lowbit.formats import FORMATS, Draw, ElementFormat, round_finite_, round_to, transform
+from mpframe.precision.lowbit.formats import (
+    FORMATS,
+    Draw,
+    ElementFormat,
+    round_finite_,
+    round_to,
+    transform,
+)
 
 RULES = ("floor", "ceil", "rceil", "even")
 _E4M3 = FORMATS["e4m3fn"]

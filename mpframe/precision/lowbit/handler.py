@@ -1,6 +1,6 @@
 """Products below 16 bits as an `OpHandler`, the recipes that a policy names, and the dtype map."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,14 +10,13 @@ from torch.nn.parameter import is_lazy
 
 from mpframe.core.errors import ConfigError
 from mpframe.core.tree import device_of
-from mpframe.lowbit.kernels import ProductState, Quantizer, Watch, weight_operand
-from mpframe.lowbit.native import is_wanted, refusals
-from mpframe.lowbit.ops import ATTENTION, OPS, quantises, run_op
-from mpframe.lowbit.recipe import Recipe
 from mpframe.precision.handlers import Handler, OpHandler, Readers
+from mpframe.precision.lowbit.kernels import ProductState, Quantizer, Watch, weight_operand
+from mpframe.precision.lowbit.native import is_wanted, refusals
+from mpframe.precision.lowbit.ops import ATTENTION, OPS, quantises, run_op
+from mpframe.precision.lowbit.recipe import Recipe
 from mpframe.precision.op_lists import PINS
 from mpframe.precision.policy import NO_PRODUCTS, Compute, Policy
-from mpframe.precision.precision import Precision
 
 
 class ProductHandler(OpHandler):
@@ -65,9 +64,9 @@ class ProductHandler(OpHandler):
         self.state.load_state_dict(state)
 
 
-def watch_products(precision: Precision, watch: Watch | None) -> None:
+def watch_products(op_handlers: Iterable[OpHandler], watch: Watch | None) -> None:
     """Have `watch` count what quantisation takes from each operand, or nobody if it is None."""
-    for handler in precision.op_handlers:
+    for handler in op_handlers:
         if isinstance(handler, ProductHandler):
             handler.state.watch = watch
 
