@@ -16,6 +16,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -87,9 +88,8 @@ class Normalize:
     def __call__(self, images: Tensor) -> Tensor:
         """Normalise [N, C, H, W], uint8 0..255 or floating 0..1, into float32."""
         top = 255.0 if images.dtype == torch.uint8 else 1.0
-        both = torch.tensor([self.mean, self.std], dtype=torch.float32).mul_(top)
-        mean, std = both.view(2, -1, 1, 1)
-        return images.float().sub(mean).mul_(std.reciprocal_())
+        shift, factor = _shift_and_factor(tuple(self.mean), tuple(self.std), top)
+        return images.float().sub(shift).mul_(factor)
 
     def described(
         self, side: int, brightest: float = 255.0, resize: str | None = None
@@ -108,6 +108,18 @@ class Normalize:
             "mean": list(self.mean),
             "std": list(self.std),
         }
+
+
+@lru_cache
+def _shift_and_factor(
+    mean: tuple[float, ...], std: tuple[float, ...], top: float
+) -> tuple[Tensor, Tensor]:
+    """Return what is subtracted from pixels, and by what they are multiplied then, each [C, 1, 1].
+
+    They are kept: making them takes longer than normalising a batch of small images.
+    """
+    both = torch.tensor([mean, std], dtype=torch.float32).mul_(top).view(2, -1, 1, 1)
+    return both[0], both[1].reciprocal_()
 
 
 def spread(count: int) -> slice:

@@ -87,7 +87,8 @@ def _check_arguments(section: str, node: Mapping[str, Any], *, nested: bool = Fa
         if name in parameters:
             _check_truth(path, value, parameters[name])
         elif not nested and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            hint = nearest(str(name), parameters) or "it takes " + ", ".join(parameters)
+            others = f"it takes {', '.join(parameters)}; leave it out with ~{path}"
+            hint = nearest(str(name), parameters) or others
             raise ConfigError(f"{path}={value}: {node['_target_']} takes no such argument; {hint}")
         if node.get("_recursive_") is not False:
             _check_nested(path, value)

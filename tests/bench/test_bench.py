@@ -109,10 +109,14 @@ def test_overhead_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     assert whole == pytest.approx(sum(seconds for (seconds,) in rest))
 
 
+CONSTANT = {"_target_": "mpframe.training.callbacks.schedules.constant"}
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_input_rows(tmp_path: Path, monkeypatch: Patch) -> None:
     for options in programs.INPUTS.values():
-        assert programs._config(options, tmp_path).data.workers == 0
+        config = programs._config(options, tmp_path)
+        assert (config.data.workers, config.scheduler) == (0, CONSTANT)
     monkeypatch.setattr(programs, "_PHOTOGRAPHS", 16)
     options = (*programs.INPUTS[programs.DECODED], "dataset.batch_size=2", "model.width=2")
     chosen = {"decoded": options}

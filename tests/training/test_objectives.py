@@ -215,7 +215,7 @@ ONES, LOG = torch.ones(2, 4), LogRegression(0.0, 1.0)
     (chosen("objective=cross_entropy +objective.smoothing=0.1"), r"objective\.smoothing=0\.1: mpframe\.training\.objectives\.cross_entropy takes no such argument; nearest: label_smoothing"),
     (chosen("objective._target_=torch.nn.L1Loss"), r"objective\._target_=torch\.nn\.L1Loss: is a loss; use objective\._target_=mpframe\.core\.objective\.supervised objective\.loss\._target_=torch\.nn\.L1Loss"),
     (chosen("objective._target_=builtins.dict"), r"objective\._target_=builtins\.dict: must be a function objective\(model, batch\) that returns a StepOutput, not a dict of nothing"),
-    (chosen("objective._target_=mpframe.training.objectives.model_loss objective.strength=1"), r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch"),
+    (chosen("objective._target_=mpframe.training.objectives.model_loss objective.strength=1"), r"objective\.strength=1: mpframe\.training\.objectives\.model_loss takes no such argument; it takes model, batch; leave it out with ~objective\.strength"),
     (chosen("objective._target_=nowhere.mine"), r"objective\._target_=nowhere\.mine: "),
 ])  # fmt: skip
 def test_what_does_not_fit_or_is_no_objective_is_one_line(call: Any, line: str) -> None:

@@ -168,7 +168,11 @@ INPUTS: dict[str, tuple[str, ...]] = {
     "digits_mlp": ("experiment=digits_mlp",),
     "shapes_unet +size=small": ("experiment=shapes_unet", "+size=small"),
     "speech_lstm +size=small": ("experiment=speech_lstm", "+size=small"),
-    "gpt +size=small": ("experiment=gpt", "+size=small"),
+    # A constant learning rate has no warm-up.
+    "gpt +size=small": (
+        *("experiment=gpt", "+size=small"),
+        *("~scheduler.warmup", "~scheduler.min_factor"),
+    ),
     "detection_ssd +size=small": ("experiment=detection_ssd", "+size=small"),
     "image folder, kept in memory": _FOLDER,
     DECODED: (*_FOLDER, "dataset.cache_bytes=0"),
