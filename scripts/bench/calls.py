@@ -15,7 +15,7 @@ import mpframe
 from mpframe.training.trainer import Trainer
 
 _PACKAGE = str(Path(mpframe.__file__).parent)
-_CASTS = tuple(str(Path(_PACKAGE, part)) for part in ("precision", "core/casts.py", "lowbit"))
+_CASTS = tuple(str(Path(_PACKAGE, part)) for part in ("precision", "core/casts.py"))
 
 
 def calls_of_a_step(trainer: Trainer, batch: Any) -> int:
