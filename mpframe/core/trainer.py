@@ -68,7 +68,7 @@ class StepTrainer:
     """Makes training steps of a model in a dtype mode.
 
     Attributes:
-        model: prepared by `precision`, on the device it is trained on.
+        model: prepared by `precision`, on the `device` it is trained on.
         optimizer: what `precision.prepare` returned, or several as a `MultiOptimizer`.
         objective: objective(model, batch) -> StepOutput, its loss the mean over `count` samples of
             a micro-batch. The loss of a step is the mean over the samples of all its micro-batches
@@ -99,9 +99,9 @@ class StepTrainer:
         self.check_fit()
         self.optimizer.set_comm(self.comm)
         self._buffers, self._micro_buffers = Buffers(self.model), Buffers(self.model)
-        self._device = device_of(self.model)
+        self.device = device_of(self.model)
         if self.scaler is None:
-            self.scaler = NoScaling().to(self._device)
+            self.scaler = NoScaling().to(self.device)
         # The objective is called with this.
         self.compiled_model: Any = torch.compile(self.model) if self.plan.compile else self.model
 
@@ -181,9 +181,9 @@ class StepTrainer:
 
     def on_device(self, batch: Batch) -> Batch:
         """Return a batch on the model's device."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return batch
-        return map_tensors(lambda t: t.to(self._device, non_blocking=True), batch)
+        return map_tensors(lambda t: t.to(self.device, non_blocking=True), batch)
 
     @property
     def objectives(self) -> list[NamedObjective]:

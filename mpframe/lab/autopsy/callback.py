@@ -23,7 +23,7 @@ from mpframe.checkpoint.state import RandomState
 from mpframe.core.callback import Batch, Callback
 from mpframe.core.errors import DivergedError, MpframeError, first_line
 from mpframe.core.step_result import StepResult
-from mpframe.core.tree import device_of, map_tensors
+from mpframe.core.tree import map_tensors
 from mpframe.lab.hints import scaling_of
 from mpframe.training.callbacks.guards import spikes_of
 from mpframe.training.run_context import RunContext
@@ -52,7 +52,7 @@ class Autopsy(Callback):
         self._reports, self._examined = 0, False
 
     def setup(self, trainer: Trainer, context: RunContext) -> None:
-        self._context, self._device = context, device_of(trainer.model)
+        self._context = context
 
     def teardown(self, trainer: Trainer, error: BaseException | None) -> None:
         """Make the error that ended the run name the report, and its diagnosis as the cause."""
@@ -62,7 +62,7 @@ class Autopsy(Callback):
             error.args = (f"{what}; see {path}",)
 
     def on_step_begin(self, trainer: Trainer, batches: Sequence[Batch]) -> None:
-        random, progress = RandomState.now(self._device), trainer.progress
+        random, progress = RandomState.now(trainer.device), trainer.progress
         self._step = (batches, random, progress.epoch, progress.batch)
 
     def on_optimizer_step(self, trainer: Trainer, result: StepResult) -> None:

@@ -98,7 +98,7 @@ class CompiledTrainer(Trainer):
         for name, algorithm in self.algorithms.items():
             if algorithm.before_update(self, [result.loss]) is not None:
                 raise refused(_decides(name))
-        if not host_waits_for(self._device):
+        if not host_waits_for(self.device):
             verdict = read_verdicts([(result.found_inf, result.dropped)])[0]
             result = replace(result, verdict=verdict)
         return self.finish_step(result)
@@ -187,7 +187,7 @@ class CompiledTrainer(Trainer):
         """Context manager that puts everything back that a step changes, its batches as well."""
         before = [(tensor, tensor.detach().clone()) for tensor in self._state()]
         given = [(t, t.detach().clone(), t._version) for t in tensors_in(tuple(batches))]
-        optimizer, random_state = self._wrapped, RandomState.now(self._device)
+        optimizer, random_state = self._wrapped, RandomState.now(self.device)
         of_scaler = dict(self.scaler.state)
         of_optimizer = {parameter: dict(held) for parameter, held in optimizer.state.items()}
         try:
@@ -201,7 +201,7 @@ class CompiledTrainer(Trainer):
                 before += [(t, old) for t, old, version in given if t._version != version]
                 for tensor, old in before:
                     tensor.copy_(old)
-            random_state.restore(self._device)
+            random_state.restore(self.device)
             self._note_writes()
 
     @contextmanager
@@ -266,7 +266,7 @@ class CompiledTrainer(Trainer):
         """Return the groups' learning rates as tensors, which keep their places."""
         groups = self._wrapped.param_groups
         while len(self._rates) < len(groups):
-            self._rates.append(torch.zeros((), dtype=widest(self._device)))
+            self._rates.append(torch.zeros((), dtype=widest(self.device)))
         for rate, group in zip(self._rates, groups, strict=True):
             rate.fill_(group["lr"])
         return self._rates
