@@ -25,8 +25,7 @@ from mpframe.core.objective import Objective, Supervised, require_objective
 from mpframe.core.user_code import describe, name_of, user_code
 from mpframe.data.loading import Loader
 from mpframe.data.task import Task, make_loader, training_loader
-from mpframe.precision.op_lists import PINS, OpLists
-from mpframe.precision.policy import NO_PRODUCTS
+from mpframe.precision.op_lists import OpLists
 from mpframe.precision.precision import Precision
 from mpframe.run.target import find_target, make, make_a, options_of, require_methods
 from mpframe.training.callbacks.checkpoints import Checkpoints, SavePlan
@@ -231,7 +230,7 @@ def build_precision(config: Config) -> Precision:
     dtype = config.dtype
     lists = OpLists.from_mapping(vars(config.ops))
     recipes = {}
-    if dtype.recipes or {dtype.products, *lists.modules.values()} - {*PINS, NO_PRODUCTS}:
+    if dtype.recipes:
         made = import_module("mpframe.precision.lowbit.recipe").Recipe.from_mapping
         recipes = {name: made(name, node) for name, node in dtype.recipes.items()}
     return Precision(

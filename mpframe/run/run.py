@@ -228,7 +228,7 @@ class Run:
         resume = self.config.run.resume
         identity = resume_from(trainer, resume, self.folder, self.run_folder.config)
         step = trainer.progress.global_step
-        refuse_other_start(trainer.comm, step, trainer.weights(), resume)
+        refuse_other_start(trainer.comm, step, trainer.weights, resume)
         self.run_folder.take()
         for moved in set_aside_after(self.rank_folder, step):
             log.warning("warning: newer than where the run goes on, now %s", moved)

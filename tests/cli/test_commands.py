@@ -147,9 +147,10 @@ UNUSED = """workloads.gan workloads.speech workloads.tables workloads.text workl
     workloads.segmentation data.cifar data.image_files lab.report lab.doctor lab.ranges
     lab.range_watch lab.search lab.simulation lab.autopsy.evidence lab.autopsy.replay
     lab.autopsy.diagnosis checkpoint.export_graph checkpoint.init_from
-    training.callbacks.step_hooks training.trainers.lbfgs training.trainers.multi_objective
+    training.callbacks.step_hooks
     training.callbacks.profile training.callbacks.utilization training.callbacks.gradient_norms
-    tracking.json_lines integrations lab.find lab.validation data.streaming data.shares"""
+    tracking.json_lines integrations lab.find lab.validation data.streaming data.shares
+    precision.lowbit training.trainers training.parallel.sharding training.parallel.data_parallel"""
 TRAIN = """
 import json, sys
 from mpframe import Backoff, Precision

@@ -105,7 +105,7 @@ def held(comm: Comm) -> list[Any]:
     assert model.head.weight is model.token_embed.weight
     if rank == 1:  # As by a callback, or a kernel that adds in any order.
         part_of(places["norm.weight"]).add_(1)
-    drifted = refused(MpframeError, refuse_drift, comm, 0, trainer.weights())
+    drifted = refused(MpframeError, refuse_drift, comm, 0, trainer.weights)
     return [copies, sums.tolist(), list(heads.shape), shares, shared, drifted]
 
 

@@ -86,7 +86,7 @@ class Checkpoints(Callback):
             run_callbacks(trainer.callbacks, "on_save", trainer)
             snapshot = self._snapshot(trainer)
             self._saved, self._saved_at = stands, time.monotonic()
-            refuse_drift(trainer.comm, stands[0], trainer.weights())
+            refuse_drift(trainer.comm, stands[0], trainer.weights)
             self._wait(trainer)
             self._write(trainer, snapshot)
 

@@ -4,7 +4,7 @@ Ranks stay the same as long as nothing else writes their weights. If they drift 
 fails: each trains its own model, and their average means nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ from torch import Tensor
 from mpframe.core.comm import Comm, cuts_of, is_sharded, part_of
 from mpframe.core.errors import CheckpointError, MpframeError, UserCodeError
 
+Weights = Callable[[], Mapping[str, Tensor]]
+"""Returns the weights by name, as `Trainer.weights`. A single process never asks for them."""
 
-def refuse_other_start(comm: Comm, step: int, weights: Mapping[str, Tensor], resume: str) -> None:
+
+def refuse_other_start(comm: Comm, step: int, weights: Weights, resume: str) -> None:
     """Raise CheckpointError or UserCodeError if ranks begin at other steps or weights."""
     if comm.size == 1:
         return
@@ -25,7 +28,7 @@ def refuse_other_start(comm: Comm, step: int, weights: Mapping[str, Tensor], res
                 f"resume={resume}: rank 0 goes on after step {steps[0]}, rank {rank} after step "
                 f"{other}; every rank must see the run's folder"
             )
-    refuse_other_weights(comm, sums_of(weights.items()))
+    refuse_other_weights(comm, sums_of(weights().items()))
 
 
 def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> None:
@@ -38,11 +41,11 @@ def refuse_other_weights(comm: Comm, sums: Mapping[tuple[Any, ...], float]) -> N
         )
 
 
-def refuse_drift(comm: Comm, step: int, weights: Mapping[str, Tensor]) -> None:
+def refuse_drift(comm: Comm, step: int, weights: Weights) -> None:
     """Raise MpframeError with a tensor and a rank whose weights have drifted apart."""
     if comm.size == 1:
         return
-    differs = _first_difference(comm, sums_of(weights.items()))
+    differs = _first_difference(comm, sums_of(weights().items()))
     if differs is not None:
         parallel = "ddp" if comm.sharding is None else "fsdp"
         raise MpframeError(
